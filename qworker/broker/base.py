@@ -1,0 +1,180 @@
+"""The broker contract: all that the rest of the package knows of AMQP.
+
+A :class:`Session` is the unit that lives and dies together: its leases, consumers and publishes. When
+any connection beneath it fails, the whole session ends (``wait_closed`` returns), the broker takes back
+what was unsettled, and the owner opens a new one and re-syncs from its own table. Nothing is restored
+behind the owner's back.
+
+Every implementation passes ``tests/contract/test_broker.py`` against a real RabbitMQ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from qworker.errors import BrokerUnavailable
+from qworker.wire.topology import Binding, Exchange, Queue
+
+
+@dataclass(frozen=True, slots=True)
+class Properties:
+    """The AMQP properties that form a message's envelope. Times are unix milliseconds."""
+
+    message_id: str | None = None
+    correlation_id: str | None = None
+    reply_to: str | None = None
+    content_type: str | None = None
+    expiration_ms: int | None = None
+    timestamp_ms: int | None = None
+    priority: int | None = None
+    persistent: bool = False
+    headers: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Delivery(Protocol):
+    """A message in our hands, to be settled exactly once (``worker/settle.py``).
+
+    Settling on a session that has ended is harmless and does nothing: the broker has the message back.
+    """
+
+    @property
+    def body(self) -> bytes: ...
+    @property
+    def properties(self) -> Properties: ...
+    @property
+    def exchange(self) -> str: ...
+    @property
+    def routing_key(self) -> str: ...
+    @property
+    def queue(self) -> str: ...
+    @property
+    def redelivered(self) -> bool: ...
+
+    async def ack(self) -> None:
+        """Tell the broker that the message is done."""
+        ...
+
+    async def reject(self, *, requeue: bool) -> None:
+        """Give the message back (basic.reject: it counts as an attempt), or dead-letter it."""
+        ...
+
+
+OnDelivery = Callable[[Delivery], None]
+"""Called on the event loop for each delivery; must not block and must not raise."""
+
+
+class Consumer(Protocol):
+    """A running subscription to one queue, on a channel of its own."""
+
+    @property
+    def queue(self) -> str: ...
+
+    async def cancel(self) -> None:
+        """Stop deliveries; when this returns, none comes any more. What was delivered can still be
+        settled. Cancelling twice, or after the session ended, does nothing."""
+        ...
+
+    async def close(self) -> None:
+        """Close the channel. Whatever was delivered and not settled goes back to the queue."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """What a passive declare tells of a queue: ready messages (not the unacked ones) and consumers."""
+
+    ready: int
+    consumers: int
+
+
+class Session(Protocol):
+    """One life of a connection to the broker."""
+
+    # --- life ---
+    async def __aenter__(self) -> Session: ...
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    async def wait_closed(self) -> BrokerUnavailable | None:
+        """Wait until the session ends; None when it was closed by us, else why."""
+        ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def blocked(self) -> bool:
+        """True while the broker refuses publishes (memory or disk alarm)."""
+        ...
+
+    # --- control: RPCs on a control channel, safe to cancel, safe to run at once ---
+    async def declare(self, *entities: Exchange | Queue | Binding) -> None:
+        """Declare in the given order; idempotent.
+
+        Raises TopologyMismatch naming both sets of arguments when an entity exists with others.
+        """
+        ...
+
+    async def depth(self, queue: str) -> Depth | None:
+        """Ready and consumer counts right now, None when there is no such queue. Never cached.
+
+        On an exclusive queue of another connection: Depth(0, 0).
+        """
+        ...
+
+    async def depths(self, queues: Sequence[str]) -> list[Depth | None]:
+        """``depth`` of many, pipelined over a few channels of their own (for sweeps)."""
+        ...
+
+    async def lease(self, queue: str) -> bool:
+        """Take the exclusive queue ``queue``, held until ``release`` or the end of the session.
+
+        False when another connection holds it. True when it is ours (also when it was already).
+        """
+        ...
+
+    async def release(self, queue: str) -> None:
+        """Delete a leased queue; what is bound to it alone goes too. Absent is fine."""
+        ...
+
+    async def delete_queue(self, queue: str) -> None:
+        """Delete a queue with all that is in it. Absent is fine."""
+        ...
+
+    # --- data ---
+    async def consume(self, queue: str, on_delivery: OnDelivery, *, prefetch: int, priority: int = 0) -> Consumer:
+        """Subscribe on a channel of its own with its own prefetch.
+
+        A cancel by the broker (queue deleted, consumer timeout) ends the session: the owner re-syncs.
+        Raises BrokerError(queue missing) when there is no such queue.
+        """
+        ...
+
+    async def publish(
+        self,
+        exchange: str,
+        routing_key: str,
+        body: bytes,
+        properties: Properties,
+        *,
+        mandatory: bool = False,
+    ) -> None:
+        """Publish and wait for the broker's confirm.
+
+        While the broker is blocked this waits (back-pressure); otherwise a confirm that does not come
+        within the session's ``confirm_timeout`` ends the session. Raises Unroutable when ``mandatory``
+        and nothing is bound, PublishFailed when nacked or too large, BrokerUnavailable when the session ends first.
+        """
+        ...
+
+
+class Connector(Protocol):
+    """Opens sessions. Holds the address and credentials, and nothing else."""
+
+    async def connect(self) -> Session:
+        """Open a session (its ``__aenter__`` has run).
+
+        Raises BrokerUnavailable when trying again may help, BrokerRefused when it will not.
+        """
+        ...

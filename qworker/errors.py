@@ -1,0 +1,189 @@
+"""Every error that qworker raises or sends.
+
+Each class has a stable ``code`` that travels on the wire (``schemas/failure.json``), says whether the
+same job may succeed later (``retryable``), and its message says three things: what was expected, what
+was found, and what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class QworkerError(Exception):
+    """Base of all errors of this package."""
+
+    code: ClassVar[str] = "internal"
+    retryable: ClassVar[bool] = False
+
+
+# --- what can be wrong with one job -------------------------------------------------------------
+
+
+class JobError(QworkerError):
+    """Something about one job; answered to its requester, and nothing else is harmed."""
+
+
+class InvalidInput(JobError):
+    """The body, or a tensor in it, is not what the model takes. Never retried."""
+
+    code = "invalid_input"
+
+
+class UnknownModel(JobError):
+    """No model of that id is registered."""
+
+    code = "unknown_model"
+
+
+class ModelUnavailable(JobError):
+    """The model is registered, but it cannot be loaded here now. The message says why."""
+
+    code = "model_unavailable"
+    retryable = True
+
+
+class ModelTooLarge(JobError):
+    """The model needs more bytes than the worker's whole budget."""
+
+    code = "model_too_large"
+
+
+class InferenceFailed(JobError):
+    """The engine refused or failed while it ran this job."""
+
+    code = "inference_failed"
+
+
+class DeadlineExceeded(JobError):
+    """The job's deadline passed before it ran."""
+
+    code = "deadline_exceeded"
+
+
+class ResultTooLarge(JobError):
+    """The result is larger than a broker message may be."""
+
+    code = "result_too_large"
+
+
+class PoisonJob(JobError):
+    """The job was delivered too often without an outcome: it is held to be what ends workers."""
+
+    code = "poison_job"
+
+
+# --- what a caller meets ------------------------------------------------------------------------
+
+
+class JobFailed(QworkerError):
+    """The worker answered with a failure whose code has no class of its own here.
+
+    ``code`` is the wire code (an instance attribute that shadows the class's).
+    """
+
+    def __init__(self, code: str, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.code = code  # pyright: ignore[reportAttributeAccessIssue]  # one class, many wire codes
+        self.retryable = retryable  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class CallTimeout(QworkerError):
+    """No reply came in time. The job may still run."""
+
+    code = "call_timeout"
+    retryable = True
+
+
+# --- the platform around us ---------------------------------------------------------------------
+
+
+class BrokerError(QworkerError):
+    """Base of what can go wrong between us and RabbitMQ."""
+
+    code = "broker_error"
+
+
+class BrokerUnavailable(BrokerError):
+    """The broker cannot be reached, or the connection was lost. Trying again may help."""
+
+    code = "broker_unavailable"
+    retryable = True
+
+
+class BrokerRefused(BrokerError):
+    """The broker answered and said no: wrong password, virtual host or permission. Stop and mend."""
+
+    code = "broker_refused"
+
+
+class TopologyMismatch(BrokerError):
+    """A queue or exchange exists already, with other arguments than ours."""
+
+    code = "topology_mismatch"
+
+
+class PublishFailed(BrokerError):
+    """The broker did not take the message: nacked, or no confirm in time."""
+
+    code = "publish_failed"
+    retryable = True
+
+
+class Unroutable(PublishFailed):
+    """A mandatory message has no queue to go to."""
+
+    code = "unroutable"
+    retryable = False
+
+
+class StoreError(QworkerError):
+    """The cold store cannot be read or written."""
+
+    code = "store_error"
+
+
+class ModelNotFound(StoreError):
+    """The store has no such model or version."""
+
+    code = "unknown_model"
+
+
+class CorruptModel(StoreError):
+    """The bytes of a model are not those that its card describes."""
+
+    code = "model_unavailable"
+
+
+class ModelRefused(QworkerError):
+    """A model cannot be registered or loaded by this backend; the message gives the reason."""
+
+    code = "model_refused"
+
+
+class LoadFailed(QworkerError):
+    """An engine could not be made from bytes that were read in full and verified."""
+
+    code = "model_unavailable"
+
+
+class ConfigError(QworkerError):
+    """A setting is missing or wrong."""
+
+    code = "config_error"
+
+
+JOB_ERRORS: dict[str, type[JobError]] = {
+    cls.code: cls
+    for cls in (
+        InvalidInput,
+        UnknownModel,
+        ModelUnavailable,
+        ModelTooLarge,
+        InferenceFailed,
+        DeadlineExceeded,
+        ResultTooLarge,
+        PoisonJob,
+    )
+}
+"""Wire code → class, for the errors that a worker answers with."""

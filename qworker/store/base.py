@@ -1,0 +1,43 @@
+"""The cold store contract: where models live while they are not in memory.
+
+All methods block (disk): callers on an event loop run them in threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from qworker.store.card import Card
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A model's bytes, read in full and equal to the digests of its card."""
+
+    card: Card
+    path: Path
+    """The model file; external weights lie beside it."""
+    content: bytes | None
+    """The model file's bytes when it is self-contained, else None: load from ``path``."""
+    sample: Path | None
+
+
+class Store(Protocol):
+    def models(self) -> Sequence[str]:
+        """Ids of all models, sorted. Raises StoreError."""
+        ...
+
+    def versions(self, model: str) -> Sequence[str]:
+        """Versions of a model, oldest first; the last one is the default. Raises ModelNotFound."""
+        ...
+
+    def card(self, model: str, version: str | None = None) -> Card:
+        """Raises ModelNotFound, CorruptModel (the card itself cannot be read as one), StoreError."""
+        ...
+
+    def fetch(self, card: Card) -> Fetched:
+        """Read and verify. Raises ModelNotFound (gone meanwhile), CorruptModel, StoreError."""
+        ...

@@ -1,0 +1,85 @@
+"""What crosses the network, as values: jobs, results and failures.
+
+Names follow the Open Inference Protocol (V2). Nothing here knows bytes (``codec``) or queues
+(``topology``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qworker.errors import JobError, JobFailed, QworkerError, JOB_ERRORS
+
+MSGPACK = "application/msgpack"
+JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """A named array with its Open Inference datatype.
+
+    ``array`` is C-contiguous, little-endian. BYTES is an object array of ``bytes``; BF16 is a uint16
+    array that holds the raw two bytes of each value (numpy has no bfloat16).
+    """
+
+    name: str
+    datatype: str
+    array: NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One request to run a model once.
+
+    ``outputs`` names the outputs that are wanted; empty means all of them.
+    """
+
+    id: str
+    model: str
+    inputs: tuple[Tensor, ...]
+    version: str | None = None
+    outputs: tuple[str, ...] = ()
+    parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """The answer to a job. ``timing`` holds seconds: ``queue``, ``run``, ``total``."""
+
+    id: str
+    model: str
+    version: str
+    outputs: tuple[Tensor, ...]
+    timing: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The outputs as ``{name: array}``."""
+        return {t.name: t.array for t in self.outputs}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The typed answer to a job that cannot have a result."""
+
+    id: str
+    model: str
+    code: str
+    message: str
+    retryable: bool = False
+
+    @classmethod
+    def of(cls, job_id: str, model: str, error: QworkerError) -> Failure:
+        """The failure that tells a requester about ``error``."""
+        return cls(job_id, model, error.code, str(error), error.retryable)
+
+    def error(self) -> QworkerError:
+        """The exception that a caller gets for this failure."""
+        known: type[JobError] | None = JOB_ERRORS.get(self.code)
+        if known is not None:
+            return known(self.message)
+        return JobFailed(self.code, self.message, retryable=self.retryable)
