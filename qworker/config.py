@@ -1,0 +1,289 @@
+"""Settings of a worker, from one place, checked once.
+
+Precedence: command-line flags > ``QWORKER_*`` variables > the TOML file (``--config`` or
+``QWORKER_CONFIG``) > defaults. ``explain`` tells which of them each value came from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import psutil
+from pydantic import ByteSize, Field, PrivateAttr, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from qworker.errors import ConfigError
+
+ENV_PREFIX = "QWORKER_"
+CONFIG_VARIABLE = "QWORKER_CONFIG"
+DEFAULT_BROKER = "amqp://guest:guest@127.0.0.1:5672/"
+
+_MIB = 1 << 20
+_MIN_DEFAULT_MEMORY = 256 * _MIB
+
+
+def _half_of_free_memory() -> ByteSize:
+    return ByteSize(max(_MIN_DEFAULT_MEMORY, psutil.virtual_memory().available // 2))
+
+
+def _usable_cpus() -> int:
+    """The CPUs this process may run on, which in a container is often fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def _host_and_pid() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+PositiveSize = Annotated[ByteSize, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+SecondsOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Settings(BaseSettings):
+    """All settings of a worker, checked. Built by ``load_settings``; built directly, it reads nothing else.
+
+    Times are seconds, sizes are bytes (``512MiB``, ``2GB`` or a plain number).
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid", hide_input_in_errors=True
+    )
+
+    # --- where things are ---
+    store: Annotated[str, Field(min_length=1)] = "models"
+    """Folder or URL of the cold store."""
+    broker: SecretStr = SecretStr(DEFAULT_BROKER)
+    """``amqp://user:password@host:port/vhost``, or ``amqps://`` for TLS. Read it with ``broker_url``."""
+    broker_username_file: Path | None = None
+    broker_password_file: Path | None = None
+    """Files that hold the credentials (mounted secrets); they win over those in the URL."""
+    name: Annotated[str, Field(min_length=1, max_length=100)] = Field(default_factory=_host_and_pid)
+
+    # --- the hot zone ---
+    backend: Literal["onnx"] = "onnx"
+    memory: PositiveSize = Field(default_factory=_half_of_free_memory)
+    """Budget of all hot models together. Default: half of the memory that is free now."""
+    max_concurrent_loads: Annotated[int, Field(ge=1)] = 2
+    min_residency: SecondsOrZero = 5.0
+    """A model just loaded stays at least this long, unless one has waited for ``max_cold_wait``."""
+    max_cold_wait: SecondsOrZero = 30.0
+    load_timeout: Seconds = 300.0
+    claim_timeout: Seconds = 120.0
+    """How long a claim waits for bytes before it gives its lease back."""
+    eviction: Literal["gdsf", "lru"] = "gdsf"
+    pin: Annotated[tuple[str, ...], NoDecode] = ()
+    """Models that are never evicted once loaded."""
+    max_replicas: Annotated[int, Field(ge=1)] = 1
+
+    # --- running jobs ---
+    prefetch: Annotated[int, Field(ge=1, le=1000)] = 8
+    """Deliveries in hand per model."""
+    threads: Annotated[int, Field(ge=1)] = Field(default_factory=_usable_cpus)
+    """Threads that run engines."""
+    intra_op_threads: Annotated[int, Field(ge=1)] = 1
+    """Threads within one run of one engine."""
+    max_attempts: Annotated[int, Field(ge=1, le=20)] = 5
+    """Deliveries after which a job without an outcome is held to be poison."""
+    max_body: PositiveSize = ByteSize(16 * _MIB)
+    """Largest message taken or sent. RabbitMQ 4 takes 16 MiB unless it is told otherwise."""
+    grace: SecondsOrZero = 30.0
+    """Time to finish the jobs in hand when asked to stop."""
+
+    # --- the broker ---
+    queue_type: Literal["quorum", "classic"] = "quorum"
+    heartbeat: Annotated[int, Field(ge=5, le=60)] = 10
+    confirm_timeout: Seconds = 30.0
+    sweep_interval: Annotated[float, Field(ge=0.1, le=3600)] = 3.0
+
+    # --- telemetry ---
+    http_host: str = "127.0.0.1"
+    http_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port of health and metrics; 0 takes a free one; off when not set."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["auto", "json", "console"] = "auto"
+    """``auto`` is ``console`` on a terminal and ``json`` elsewhere."""
+
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict[str, str])
+
+    @property
+    def broker_url(self) -> str:
+        """The broker's URL with its password, for the connector alone."""
+        return self.broker.get_secret_value()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        # ``load_settings`` reads and merges, since it has to remember where each value came from.
+        return (init_settings,)
+
+    @field_validator("broker", mode="after")
+    @classmethod
+    def _is_amqp_url(cls, value: SecretStr) -> SecretStr:
+        try:
+            url = urlsplit(value.get_secret_value())
+            usable = url.scheme in ("amqp", "amqps") and bool(url.hostname) and url.port != 0
+        except ValueError:
+            usable = False
+        if not usable:
+            raise ValueError("expected a URL like amqp://user:password@host:5672/vhost (amqps:// for TLS)")
+        return value
+
+    @field_validator("log_level", "log_format", "eviction", "queue_type", "backend", mode="before")
+    @classmethod
+    def _any_case(cls, value: object) -> object:
+        return value.lower() if isinstance(value, str) else value
+
+    @field_validator("pin", mode="before")
+    @classmethod
+    def _split_at_commas(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @model_validator(mode="after")
+    def _credentials_come_in_pairs(self) -> Settings:
+        if (self.broker_username_file is None) != (self.broker_password_file is None):
+            raise ValueError("expected broker_username_file and broker_password_file together, found only one of them")
+        return self
+
+
+def load_settings(flags: Mapping[str, object] | None = None, config_file: str | Path | None = None) -> Settings:
+    """The settings from all sources, checked. Flags that are None count as not given.
+
+    Raises ConfigError that names each wrong setting, what was expected, what was found and where it
+    came from.
+    """
+    merged: dict[str, object] = {}
+    sources: dict[str, str] = {}
+    for values, source_of in (_from_toml(config_file), _from_environment(), _from_flags(flags or {})):
+        for name, value in values.items():
+            merged[name] = value
+            sources[name] = source_of.format(flag="--" + name.replace("_", "-"), variable=ENV_PREFIX + name.upper())
+    try:
+        settings = Settings(**merged)  # pyright: ignore[reportArgumentType]  # checked by pydantic right here
+    except ValidationError as exc:
+        raise ConfigError("\n".join(_describe(exc, merged, sources))) from None  # the original would show values
+    settings._sources.update(sources)  # pyright: ignore[reportPrivateUsage]  # ours, in this file
+    return settings
+
+
+class Explained(NamedTuple):
+    """One setting as ``qworker doctor`` shows it; passwords are masked."""
+
+    name: str
+    value: str
+    source: str
+
+
+def explain(settings: Settings) -> list[Explained]:
+    """Each setting with its value, secrets masked, and the source that it came from."""
+    sources = settings._sources  # pyright: ignore[reportPrivateUsage]  # ours, in this file
+    return [
+        Explained(name, _shown(name, getattr(settings, name)), sources.get(name, "default"))
+        for name in Settings.model_fields
+    ]
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """``QWORKER_*`` variables that set nothing: slips of the pen, or an orchestrator's own.
+
+    They are no error: Kubernetes injects ``QWORKER_PORT`` and the like beside a service named qworker.
+    """
+    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields} | {CONFIG_VARIABLE}
+    return sorted(
+        name
+        for name in (os.environ if environ is None else environ)
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known
+    )
+
+
+def redact_url(url: str) -> str:
+    """The URL with its secrets masked, fit for logs and messages.
+
+    Masks up to the last ``@``, not as a parser would: a password with a stray ``/`` in it does not
+    parse as one, and must not be shown either.
+    """
+    url = re.sub(r"^([^:/@]*://)?([^:/@]*):.*@", r"\1\2:***@", url, flags=re.DOTALL)
+    return re.sub(r"([?&][^=&]*(?:password|secret|token|key)[^=&]*=)[^&]*", r"\1***", url, flags=re.IGNORECASE)
+
+
+def _from_flags(flags: Mapping[str, object]) -> tuple[Mapping[str, object], str]:
+    given = {name: value for name, value in flags.items() if value is not None}
+    _refuse_unknown(given, "the command line")
+    return given, "{flag}"
+
+
+def _from_environment() -> tuple[Mapping[str, object], str]:
+    return EnvSettingsSource(Settings)(), "{variable}"
+
+
+def _from_toml(config_file: str | Path | None) -> tuple[Mapping[str, object], str]:
+    named = config_file if config_file is not None else os.environ.get(CONFIG_VARIABLE) or None
+    if named is None:
+        return {}, ""
+    where = "--config" if config_file is not None else CONFIG_VARIABLE
+    path = Path(named)
+    try:
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"cannot read {path}, given by {where}: {exc.strerror}; correct the path or drop it") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path}, given by {where}, is not TOML: {exc}") from exc
+    _refuse_unknown(values, str(path))
+    return values, str(path).replace("{", "{{").replace("}", "}}")
+
+
+def _refuse_unknown(names: Iterable[str], source: str) -> None:
+    problems: list[str] = []
+    for name in names:
+        if name in Settings.model_fields:
+            continue
+        near = difflib.get_close_matches(name.replace("-", "_").lower(), Settings.model_fields, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(Settings.model_fields))}"
+        problems.append(f"{name}: no such setting (from {source}); {hint}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _describe(error: ValidationError, values: Mapping[str, object], sources: Mapping[str, str]) -> list[str]:
+    """One line a wrong setting, in place of pydantic's block."""
+    lines: list[str] = []
+    for detail in error.errors(include_url=False, include_context=False):
+        text = detail["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        if detail["type"].startswith("byte_size"):
+            text = "expected a size like 512MiB or 2GB, or a number of bytes"
+        if not detail["loc"]:
+            lines.append(text)
+            continue
+        name = str(detail["loc"][0])
+        line = f"{name}: {text}, found {_shown(name, values.get(name))!r} (from {sources.get(name, 'default')})"
+        if line not in lines:
+            lines.append(line)
+    return lines
+
+
+def _shown(name: str, value: object) -> str:
+    if isinstance(value, SecretStr):
+        value = value.get_secret_value()
+    if isinstance(value, ByteSize):
+        return value.human_readable() if value % 1024 == 0 else str(int(value))
+    if isinstance(value, (tuple, list)):
+        return ",".join(str(part) for part in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if value is None:
+        return "-"
+    return redact_url(str(value)) if name in ("broker", "store") else str(value)
