@@ -115,6 +115,11 @@ class Settings(BaseSettings):
     _sources: dict[str, str] = PrivateAttr(default_factory=dict[str, str])
 
     @property
+    def sources(self) -> dict[str, str]:
+        """Setting → where its value came from; what is not in it is a default."""
+        return self._sources
+
+    @property
     def broker_url(self) -> str:
         """The broker's URL with its password, for the connector alone."""
         return self.broker.get_secret_value()
@@ -122,11 +127,11 @@ class Settings(BaseSettings):
     @classmethod
     def settings_customise_sources(
         cls,
-        settings_cls: type[BaseSettings],
+        settings_cls: type[BaseSettings],  # noqa: ARG003 - the signature is pydantic's
         init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         # ``load_settings`` reads and merges, since it has to remember where each value came from.
         return (init_settings,)
@@ -178,7 +183,7 @@ def load_settings(flags: Mapping[str, object] | None = None, config_file: str | 
         settings = Settings(**merged)  # pyright: ignore[reportArgumentType]  # checked by pydantic right here
     except ValidationError as exc:
         raise ConfigError("\n".join(_describe(exc, merged, sources))) from None  # the original would show values
-    settings._sources.update(sources)  # pyright: ignore[reportPrivateUsage]  # ours, in this file
+    settings.sources.update(sources)
     return settings
 
 
@@ -192,9 +197,8 @@ class Explained(NamedTuple):
 
 def explain(settings: Settings) -> list[Explained]:
     """Each setting with its value, secrets masked, and the source that it came from."""
-    sources = settings._sources  # pyright: ignore[reportPrivateUsage]  # ours, in this file
     return [
-        Explained(name, _shown(name, getattr(settings, name)), sources.get(name, "default"))
+        Explained(name, _shown(name, getattr(settings, name)), settings.sources.get(name, "default"))
         for name in Settings.model_fields
     ]
 
