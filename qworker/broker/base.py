@@ -81,6 +81,31 @@ class Consumer(Protocol):
         ...
 
 
+OnReply = Callable[[bytes, Properties], None]
+"""Called on the event loop with the body and envelope of each direct reply; must not block or raise."""
+
+
+class RpcChannel(Protocol):
+    """A channel that publishes requests and receives their direct replies.
+
+    The broker accepts ``reply_to=amq.rabbitmq.reply-to`` only on the channel that consumes that name,
+    hence one object for both. Direct replies are at most once: those on their way are lost with the
+    channel, and RabbitMQ 4.0.5 loses the first one after it boots.
+    """
+
+    async def publish(self, exchange: str, routing_key: str, body: bytes, properties: Properties) -> None:
+        """Publish with ``reply_to`` set to direct reply-to, and wait for the broker's confirm.
+
+        Safe to cancel. Raises like ``Session.publish``; too large a message ends this channel and with
+        it the session.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close the channel. Idempotent; replies that come later are dropped by the broker."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Depth:
     """What a passive declare tells of a queue: ready messages (not the unacked ones) and consumers."""
@@ -166,6 +191,10 @@ class Session(Protocol):
         within the session's ``confirm_timeout`` ends the session. Raises Unroutable when ``mandatory``
         and nothing is bound, PublishFailed when nacked or too large, BrokerUnavailable when the session ends first.
         """
+        ...
+
+    async def open_rpc(self, on_reply: OnReply) -> RpcChannel:
+        """Open a channel for requests with direct replies. When it breaks, the session ends."""
         ...
 
 
