@@ -1,0 +1,1 @@
+"""What tests share: a broker node, waiting by condition, and leak checks."""
