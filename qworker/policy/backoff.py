@@ -1,0 +1,69 @@
+"""When a model that would not load may be tried again, and when its jobs are told so.
+
+Kept by digest: new bytes under an old name start afresh. Pure: times are seconds on one clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FIRST_WAIT = 1.0
+LONGEST_WAIT = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """What is known of a digest that failed to load."""
+
+    attempts: int
+    retry_at: float
+    permanent: bool
+    reason: str
+
+
+class LoadHistory:
+    """Failed loads by digest: attempts, growing waits, and the last reason.
+
+    A claim asks in this order: ``may_try`` → load; else ``refused`` → answer the jobs with a typed
+    failure; else leave them waiting. A transient failure is tried again for ever, at ever longer
+    intervals, so that a store that was away for an hour heals by itself; its jobs wait while attempts
+    are left and are answered after that. A permanent one is never tried again.
+    """
+
+    def __init__(self, max_attempts: int = 3) -> None:
+        if max_attempts < 1:
+            raise ValueError(f"max_attempts must be at least 1, found {max_attempts}")
+        self._max_attempts = max_attempts
+        self._failed: dict[str, Failures] = {}
+
+    def failed(self, digest: str, now: float, permanent: bool, reason: str = "") -> Failures:
+        """A load of ``digest`` failed; ``permanent`` when these bytes can never work here."""
+        before = self._failed.get(digest)
+        attempts = (before.attempts if before else 0) + 1
+        never = permanent or (before is not None and before.permanent)
+        failures = Failures(attempts, now + wait_after(attempts), never, reason)
+        self._failed[digest] = failures
+        return failures
+
+    def succeeded(self, digest: str) -> None:
+        """A load of ``digest`` went well: forget its failures."""
+        self._failed.pop(digest, None)
+
+    def may_try(self, digest: str, now: float) -> bool:
+        """True when a load may start now."""
+        failures = self._failed.get(digest)
+        return failures is None or (not failures.permanent and now >= failures.retry_at)
+
+    def refused(self, digest: str) -> bool:
+        """True when jobs of this digest get a failure, unless ``may_try`` says to load it first."""
+        failures = self._failed.get(digest)
+        return failures is not None and (failures.permanent or failures.attempts >= self._max_attempts)
+
+    def failures(self, digest: str) -> Failures | None:
+        """What is known, for messages and the operator; None when the digest has not failed."""
+        return self._failed.get(digest)
+
+
+def wait_after(attempts: int) -> float:
+    """Seconds to wait after the ``attempts``-th failure in a row: 1, 2, 4, ... 300."""
+    return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(attempts - 1, 32))

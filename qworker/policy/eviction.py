@@ -1,0 +1,167 @@
+"""How dear each resident model is: the one with the lowest key leaves first.
+
+Pure: no clock. Times are seconds on any clock that never runs backwards; every call of one object uses
+the same clock. Histories cross restarts as ages, so that the clock may start anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+HALF_LIFE = 7 * 86_400.0
+"""Seconds after which a use counts half. Shorter forgets weekly patterns, longer lets one burst rule."""
+
+_MEASURED_WEIGHT = 0.3
+"""Weight of a new measurement in the moving average: one slow disk must not decide alone."""
+
+_MIB = float(1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What is worth keeping of one model over restarts."""
+
+    count: float
+    """Decayed number of uses."""
+    age: float
+    """Seconds since the last use."""
+    load_seconds: float
+    nbytes: float
+
+
+class Eviction(Protocol):
+    """Ranks models for eviction, from their history. Called by one owner, synchronously."""
+
+    def used(self, model: str, now: float) -> None:
+        """One request for ``model``, resident or not."""
+        ...
+
+    def cost(self, model: str, load_seconds: float, nbytes: int) -> None:
+        """A load was measured."""
+        ...
+
+    def key(self, model: str, now: float) -> float:
+        """Lower leaves first. Models never seen rank lowest."""
+        ...
+
+    def evicted(self, model: str, now: float) -> None:
+        """``model`` was chosen to make room for another (not: stopped for reasons of its own)."""
+        ...
+
+    def history(self, now: float) -> dict[str, Usage]:
+        """All that is known, to be stored."""
+        ...
+
+    def restore(self, history: Mapping[str, Usage], now: float) -> None:
+        """Take a stored history over, in place of what was known of those models.
+
+        Ages count up to ``now``: the caller adds the seconds that passed while it was stored.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class _Known:
+    count: float = 0.0
+    last: float = 0.0
+    level: float = 0.0  # Gdsf: the inflation when it was last used
+    load_seconds: float = 0.0
+    nbytes: float = 0.0
+
+    def touch(self, now: float) -> None:
+        # A clock that stands still is fine; one that runs back must not make counts grow.
+        self.count = self.count * 2.0 ** (min(0.0, self.last - now) / HALF_LIFE) + 1.0
+        self.last = max(self.last, now)
+
+    def measure(self, load_seconds: float, nbytes: int) -> None:
+        if self.nbytes <= 0.0:
+            self.load_seconds, self.nbytes = load_seconds, float(nbytes)
+            return
+        self.load_seconds += _MEASURED_WEIGHT * (load_seconds - self.load_seconds)
+        self.nbytes += _MEASURED_WEIGHT * (nbytes - self.nbytes)
+
+    def usage(self, now: float) -> Usage:
+        return Usage(self.count, max(0.0, now - self.last), self.load_seconds, self.nbytes)
+
+    @classmethod
+    def of(cls, usage: Usage, now: float) -> _Known:
+        return cls(usage.count, now - usage.age, 0.0, usage.load_seconds, usage.nbytes)
+
+
+_NEVER_SEEN = _Known()
+
+
+class Gdsf:
+    """GreedyDual-Size-Frequency, with a count that outlives eviction.
+
+    On each use of m:  ``f = f * 2^((last - now) / 7 d) + 1``,  ``level = L``
+    Key of m:          ``level + f * load_seconds / MiB``
+    On evicting v:     ``L = max(L, key(v))``
+
+    L. Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy",
+    HP Laboratories, 1998. Two changes: the count is kept when the model leaves (resetting it loses
+    half of the gain over LRU) and decays over a week. ``L`` rises with each eviction, so models that
+    are not used sink in comparison, without any key being touched: a key changes only on use.
+    Load seconds and bytes are moving averages of what was measured.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+        self._level = 0.0
+
+    @property
+    def level(self) -> float:
+        """The inflation L. Never falls."""
+        return self._level
+
+    def used(self, model: str, now: float) -> None:
+        known = self._known.setdefault(model, _Known(last=now))
+        known.touch(now)
+        known.level = self._level
+
+    def cost(self, model: str, load_seconds: float, nbytes: int) -> None:
+        self._known.setdefault(model, _Known()).measure(load_seconds, nbytes)
+
+    def key(self, model: str, now: float) -> float:  # noqa: ARG002  # keys change only on use
+        known = self._known.get(model, _NEVER_SEEN)
+        if known.nbytes <= 0.0:
+            return known.level
+        return known.level + known.count * known.load_seconds * _MIB / known.nbytes
+
+    def evicted(self, model: str, now: float) -> None:
+        self._level = max(self._level, self.key(model, now))
+
+    def history(self, now: float) -> dict[str, Usage]:
+        return {model: known.usage(now) for model, known in self._known.items()}
+
+    def restore(self, history: Mapping[str, Usage], now: float) -> None:
+        # Levels start at 0 again for all: they compare lives of one process only.
+        self._known.update({model: _Known.of(usage, now) for model, usage in history.items()})
+
+
+class Lru:
+    """Least recently used: the baseline, and a choice where all loads cost about the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+
+    def used(self, model: str, now: float) -> None:
+        self._known.setdefault(model, _Known(last=now)).touch(now)
+
+    def cost(self, model: str, load_seconds: float, nbytes: int) -> None:
+        self._known.setdefault(model, _Known()).measure(load_seconds, nbytes)
+
+    def key(self, model: str, now: float) -> float:  # noqa: ARG002  # keys change only on use
+        known = self._known.get(model)
+        return known.last if known is not None and known.count > 0.0 else float("-inf")
+
+    def evicted(self, model: str, now: float) -> None:  # noqa: ARG002  # nothing to learn
+        return
+
+    def history(self, now: float) -> dict[str, Usage]:
+        return {model: known.usage(now) for model, known in self._known.items()}
+
+    def restore(self, history: Mapping[str, Usage], now: float) -> None:
+        self._known.update({model: _Known.of(usage, now) for model, usage in history.items()})
