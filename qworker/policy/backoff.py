@@ -12,7 +12,7 @@ LONGEST_WAIT = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Failures:
+class Quarantine:
     """What is known of a digest that failed to load."""
 
     attempts: int
@@ -34,32 +34,32 @@ class LoadHistory:
         if max_attempts < 1:
             raise ValueError(f"max_attempts must be at least 1, found {max_attempts}")
         self._max_attempts = max_attempts
-        self._failed: dict[str, Failures] = {}
+        self._failed: dict[str, Quarantine] = {}
 
-    def failed(self, digest: str, now: float, permanent: bool, reason: str = "") -> Failures:
+    def failed(self, digest: str, now: float, permanent: bool, reason: str = "") -> Quarantine:
         """A load of ``digest`` failed; ``permanent`` when these bytes can never work here."""
         before = self._failed.get(digest)
         attempts = (before.attempts if before else 0) + 1
         never = permanent or (before is not None and before.permanent)
-        failures = Failures(attempts, now + wait_after(attempts), never, reason)
-        self._failed[digest] = failures
-        return failures
+        quarantine = Quarantine(attempts, now + wait_after(attempts), never, reason)
+        self._failed[digest] = quarantine
+        return quarantine
 
     def succeeded(self, digest: str) -> None:
-        """A load of ``digest`` went well: forget its failures."""
+        """A load of ``digest`` went well: forget its quarantine."""
         self._failed.pop(digest, None)
 
     def may_try(self, digest: str, now: float) -> bool:
         """True when a load may start now."""
-        failures = self._failed.get(digest)
-        return failures is None or (not failures.permanent and now >= failures.retry_at)
+        quarantine = self._failed.get(digest)
+        return quarantine is None or (not quarantine.permanent and now >= quarantine.retry_at)
 
     def refused(self, digest: str) -> bool:
         """True when jobs of this digest get a failure, unless ``may_try`` says to load it first."""
-        failures = self._failed.get(digest)
-        return failures is not None and (failures.permanent or failures.attempts >= self._max_attempts)
+        quarantine = self._failed.get(digest)
+        return quarantine is not None and (quarantine.permanent or quarantine.attempts >= self._max_attempts)
 
-    def failures(self, digest: str) -> Failures | None:
+    def quarantine(self, digest: str) -> Quarantine | None:
         """What is known, for messages and the operator; None when the digest has not failed."""
         return self._failed.get(digest)
 

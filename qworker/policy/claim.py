@@ -124,7 +124,8 @@ class Hint(StrEnum):
     decided to go, will not look for any more."""
 
 
-_LEAVING = frozenset({Step.DROP_LEASE, Step.LOOK_LAST, Step.WAKE, Step.UNLOAD})
+_DECIDED_TO_GO = frozenset({Step.DROP_LEASE, Step.LOOK_LAST, Step.WAKE, Step.UNLOAD})
+_ON_THE_WAY_OUT = _DECIDED_TO_GO | {Step.CANCEL, Step.LOOK_BACK}
 _HINT_NEEDED = frozenset({Step.LEASE, Step.ANNOUNCE, Step.LOOK, Step.LOAD})
 
 
@@ -137,7 +138,7 @@ def on_hint(claim: Claim | None) -> Hint:
     """A hint for a model came in; ``claim`` is the worker's present one on that model."""
     if claim is None or claim.step is Step.DONE:
         return Hint.START
-    return Hint.KEEP if claim.step in _LEAVING else Hint.DROP
+    return Hint.KEEP if claim.step in _DECIDED_TO_GO else Hint.DROP
 
 
 def force(claim: Claim) -> Claim:
@@ -179,9 +180,8 @@ def advance(claim: Claim, outcome: Outcome) -> Claim:
             return replace(claim, step=Step.DROP_LEASE if claim.forced else Step.CONSUME)
         case Step.DROP_LEASE, Outcome.OK:
             return _end(claim) if claim.gave_up else replace(claim, step=Step.LOOK_LAST)
-        case (Step.LOOK_LAST, Outcome.EMPTY) | (Step.WAKE, Outcome.OK):
-            return _end(claim)
-        case Step.LEASE, Outcome.LEAVE:  # perhaps no session to lease on: bytes must come back all the same
+        # To leave while leasing: there may be no session to lease on, and bytes must come back all the same.
+        case (Step.LEASE, Outcome.LEAVE) | (Step.LOOK_LAST, Outcome.EMPTY) | (Step.WAKE, Outcome.OK):
             return _end(claim)
         case Step.UNLOAD, Outcome.OK:
             return replace(claim, step=Step.DONE, loaded=False)
@@ -209,8 +209,9 @@ def _lost(claim: Claim) -> Claim:
     """The broker has forgotten the lease, the consumers and all that we had not settled."""
     if claim.step in (Step.LOAD, Step.UNLOAD, Step.DONE):
         raise ValueError(f"step {claim.step} does not talk to the broker, so it cannot end with lost")
-    if not claim.loaded or claim.forced or claim.step in _LEAVING:
-        # Past the look that found the queue empty there is nothing to come back for.
+    if not claim.loaded or claim.forced or claim.step in _ON_THE_WAY_OUT:
+        # Who was leaving has left: another model may wait for the bytes, and what was given back to the
+        # queue is for the sweep, as after a crash.
         return _end(claim)
     return replace(claim, step=Step.LEASE, slot=0, tries_left=RECLAIM_TRIES)
 
