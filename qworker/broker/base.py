@@ -14,8 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from qworker.errors import BrokerUnavailable
+from qworker.errors import BrokerUnavailable, PublishFailed
 from qworker.wire.topology import Binding, Exchange, Queue
+
+
+class MessageTooLarge(PublishFailed):
+    """The message is larger than the broker, or our own limit, lets through. The same one never will."""
+
+    code = "message_too_large"
+    retryable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,8 @@ class Properties:
 class Delivery(Protocol):
     """A message in our hands, to be settled exactly once (``worker/settle.py``).
 
-    Settling on a session that has ended is harmless and does nothing: the broker has the message back.
+    Settling on a session that has ended, on a closed consumer, or a second time is harmless and does
+    nothing: the broker has the message back, or has its answer.
     """
 
     @property
@@ -58,6 +66,10 @@ class Delivery(Protocol):
 
     async def reject(self, *, requeue: bool) -> None:
         """Give the message back (basic.reject: it counts as an attempt), or dead-letter it."""
+        ...
+
+    async def give_back(self) -> None:
+        """Give back what was never tried (basic.nack): from RabbitMQ 4.3 on it does not count as an attempt."""
         ...
 
 
@@ -189,7 +201,11 @@ class Session(Protocol):
 
         While the broker is blocked this waits (back-pressure); otherwise a confirm that does not come
         within the session's ``confirm_timeout`` ends the session. Raises Unroutable when ``mandatory``
-        and nothing is bound, PublishFailed when nacked or too large, BrokerUnavailable when the session ends first.
+        and nothing is bound, MessageTooLarge, PublishFailed when nacked or when there is no such exchange,
+        BrokerUnavailable when the session ends first.
+
+        At least once: when another publish breaks the channel beneath, or the caller is cancelled, the
+        message may have arrived. A direct reply is never mandatory: old brokers deliver *and* return it.
         """
         ...
 
