@@ -21,7 +21,8 @@ class FileEntry(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,254}$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][^/\\\x00-\x1f\x7f]{0,254}$")]
+    """Exporters name external weights after tensors (``onnx::MatMul_12``): any plain name will do."""
     sha256: Sha256
     nbytes: Annotated[int, Field(ge=0)]
 
@@ -48,20 +49,29 @@ class Card(BaseModel):
     model: str
     version: str
     backend: Literal["onnx"]
-    files: tuple[FileEntry, ...]
+    files: Annotated[tuple[FileEntry, ...], Field(min_length=1)]
     """The first one is the model file; the others are its external weights and its warm-up sample."""
     sample: str | None = None
     """Name of the ``.npz`` among ``files`` that warm-up runs on."""
     inputs: tuple[TensorEntry, ...]
     outputs: tuple[TensorEntry, ...]
     resident_bytes: Annotated[int, Field(gt=0)]
-    """What the loaded and warm model adds to a process, measured in a process of its own."""
+    """What the warm model adds to a process while it runs a job like its warm-up: what a ledger holds for it.
+    Measured in a process of its own; between jobs it is less by the memory of intermediate results."""
+    peak_bytes: Annotated[int, Field(ge=0)] | None = None
+    """The most that it added for a moment while it was read, parsed and warmed up; None: not measured."""
     load_seconds: Annotated[float, Field(ge=0)]
+    """From verified bytes to warm."""
     warmed: bool
     """False when no made-up input suited the model: then the first job pays for the warm-up."""
     runtime: str
     """The library that measured it, e.g. ``onnxruntime 1.32.0``."""
     created: datetime
+
+    @property
+    def digest(self) -> str:
+        """The digest of the model file: what quarantine and measured sizes are remembered by."""
+        return self.files[0].sha256
 
     def signature(self) -> Signature:
         return Signature(tuple(t.spec() for t in self.inputs), tuple(t.spec() for t in self.outputs))

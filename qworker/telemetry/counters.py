@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass(slots=True)
@@ -21,3 +21,6 @@ class Counters:
     jobs_dead_lettered: int = 0
     jobs_given_back: int = 0
     reconnects: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)

@@ -32,6 +32,8 @@ DIRECT_REPLY_TO = "amq.rabbitmq.reply-to"
 
 REASON_HEADER = "x-qworker-reason"
 """On a hint: why it was published. Absent on a copy of a job."""
+BACKLOG = "backlog"
+"""The reason that asks for one more replica."""
 
 DELIVERY_LIMIT = 20
 """Deliveries without a settle after which a quorum queue dead-letters by itself: the last resort, far

@@ -1,0 +1,69 @@
+"""Composition root of the worker: the file that names the adapters and wires them together."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import structlog
+
+from qworker.broker.aio_pika_session import AioPikaConnector
+from qworker.broker.base import Connector
+from qworker.broker.url import broker_url
+from qworker.config import Settings
+from qworker.engine.onnx import OnnxBackend
+from qworker.store.local import LocalStore
+from qworker.telemetry.http import HealthServer
+from qworker.wire.topology import Entity, QueueType, lane_topology, static_topology
+from qworker.worker.worker import Worker
+
+log = structlog.get_logger(__name__)
+
+
+def connector(settings: Settings) -> Connector:
+    """The broker of these settings."""
+    url = broker_url(settings.broker_url, settings.broker_username_file, settings.broker_password_file)
+    return AioPikaConnector(
+        url, heartbeat=settings.heartbeat, confirm_timeout=settings.confirm_timeout, name=settings.name
+    )
+
+
+async def run_worker(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT; a second signal ends the process at once."""
+    worker = Worker(
+        settings,
+        connector(settings),
+        LocalStore(Path(settings.store)),
+        OnnxBackend(threads=settings.intra_op_threads),
+    )
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, _stop_once, worker, signum)
+    async with AsyncExitStack() as stack:
+        if settings.http_port is not None:
+            health = HealthServer(settings.http_host, settings.http_port, worker.not_ready, worker.state)
+            await stack.enter_async_context(health)
+            log.info("http.listening", host=settings.http_host, port=health.port)
+        log.info("worker.started", name=settings.name, store=settings.store, memory=int(settings.memory))
+        await worker.run()
+    log.info("worker.stopped", name=settings.name)
+
+
+def _stop_once(worker: Worker, signum: int) -> None:
+    worker.stop()
+    asyncio.get_running_loop().remove_signal_handler(signum)
+
+
+async def declare_models(broker: str, models: Sequence[str], queue_type: QueueType = "quorum") -> None:
+    """Declare the topology and the queues of ``models``, so that jobs for them are kept from now on."""
+    entities: list[Entity] = list(static_topology(queue_type))
+    for model in models:
+        entities += lane_topology("jobs", model, queue_type)
+    session = await AioPikaConnector(broker, name="qworker-register").connect()
+    try:
+        await session.declare(*entities)
+    finally:
+        await session.__aexit__(None, None, None)

@@ -1,0 +1,81 @@
+"""``qworker worker``: serve models until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from qworker.app import run_worker
+from qworker.config import load_settings
+from qworker.errors import QworkerError
+from qworker.telemetry.log import configure_logging
+
+Flag = typer.Option
+
+
+def register(app: typer.Typer) -> None:
+    app.command("worker")(worker)
+
+
+def worker(
+    store: Annotated[str | None, Flag(help="Folder of the cold store.")] = None,
+    broker: Annotated[str | None, Flag(help="amqp://user:password@host:port/vhost (amqps:// for TLS).")] = None,
+    broker_username_file: Annotated[Path | None, Flag(help="File that holds the user name.")] = None,
+    broker_password_file: Annotated[Path | None, Flag(help="File that holds the password.")] = None,
+    memory: Annotated[str | None, Flag(help="Budget of all hot models together, e.g. 512MiB.")] = None,
+    name: Annotated[str | None, Flag(help="Name of this worker in logs and dead letters.")] = None,
+    max_concurrent_loads: Annotated[int | None, Flag(help="Cold loads at once.")] = None,
+    min_residency: Annotated[float | None, Flag(help="Seconds that a model just loaded stays.")] = None,
+    max_cold_wait: Annotated[float | None, Flag(help="Seconds after which a cold model outranks the brake.")] = None,
+    claim_timeout: Annotated[float | None, Flag(help="Seconds that a claim waits for bytes.")] = None,
+    load_timeout: Annotated[float | None, Flag(help="Seconds that a load may take.")] = None,
+    eviction: Annotated[str | None, Flag(help="gdsf or lru.")] = None,
+    pin: Annotated[list[str] | None, Flag(help="Model that is never evicted. May be given again.")] = None,
+    max_replicas: Annotated[int | None, Flag(help="Workers that may serve one model at once.")] = None,
+    prefetch: Annotated[int | None, Flag(help="Jobs in hand per model.")] = None,
+    threads: Annotated[int | None, Flag(help="Threads that run engines.")] = None,
+    intra_op_threads: Annotated[int | None, Flag(help="Threads within one run.")] = None,
+    max_attempts: Annotated[int | None, Flag(help="Deliveries after which a job counts as poison.")] = None,
+    grace: Annotated[float | None, Flag(help="Seconds to finish jobs in hand at a stop.")] = None,
+    queue_type: Annotated[str | None, Flag(help="quorum or classic.")] = None,
+    sweep_interval: Annotated[float | None, Flag(help="Seconds between two sweeps of all queues.")] = None,
+    heartbeat: Annotated[int | None, Flag(help="Seconds between AMQP heartbeats.")] = None,
+    http_host: Annotated[str | None, Flag(help="Address of the health port.")] = None,
+    http_port: Annotated[int | None, Flag(help="Health port; 0 takes a free one.")] = None,
+    log_level: Annotated[str | None, Flag(help="debug, info, warning or error.")] = None,
+    log_format: Annotated[str | None, Flag(help="auto, json or console.")] = None,
+    config: Annotated[Path | None, Flag(help="TOML file with settings.")] = None,
+) -> None:
+    """Serve the models of a store to RabbitMQ: each one only while it is hot, within a memory budget."""
+    flags: dict[str, Any] = {key: value for key, value in locals().items() if key != "config" and value is not None}
+    try:
+        settings = load_settings(flags, config)
+        configure_logging(settings.log_level, settings.log_format)
+        asyncio.run(run_worker(settings))
+    except QworkerError as error:
+        _refuse([error])
+    except BaseExceptionGroup as group:
+        expected, unexpected = group.split(QworkerError)
+        if unexpected is not None or expected is None:
+            raise  # a fault of ours: the traceback belongs in the log
+        _refuse(_leaves(expected))
+
+
+def _refuse(errors: Sequence[BaseException]) -> NoReturn:
+    for error in errors:
+        typer.echo(f"qworker worker: {error}", err=True)
+    raise typer.Exit(1)
+
+
+def _leaves(group: BaseExceptionGroup[QworkerError]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            found += _leaves(error)
+        else:
+            found.append(error)
+    return found

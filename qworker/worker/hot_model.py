@@ -1,0 +1,336 @@
+"""One model's life on this worker: from a hint to serving, and out again.
+
+``policy.claim`` says which step comes next; each method here does one step and says how it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import structlog
+
+from qworker.broker.base import Consumer, Session
+from qworker.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    JobError,
+    LoadFailed,
+    ModelNotFound,
+    ModelTooLarge,
+    ModelUnavailable,
+    QworkerError,
+    UnknownModel,
+)
+from qworker.policy.backoff import LoadHistory
+from qworker.policy.claim import Claim, Outcome, Step, advance, force, holds_hint
+from qworker.store.card import Card
+from qworker.telemetry.counters import Counters
+from qworker.wire.limits import Limits
+from qworker.wire.topology import Lane, announcement, lane_queue, lease_queue
+from qworker.worker.hot_zone import Clock, HotZone, wait_at_most
+from qworker.worker.intake import Hint
+from qworker.worker.loader import Loaded, Loader, NoRoom
+from qworker.worker.registry import Registry
+from qworker.worker.serve import Server, Serving
+from qworker.worker.sessions import Sessions
+from qworker.worker.settle import Settler
+from qworker.worker.sweep import wake
+
+log = structlog.get_logger(__name__)
+
+BATCH_LANE_LOOK = 5.0
+"""Seconds between looks for a batch queue that was not there when the model became hot."""
+RECLAIM_PAUSE = 0.5
+"""The broker needs a moment to see that our former connection is dead and to free its lease."""
+REFUSING_LOOK = 0.2
+LANES: tuple[Lane, ...] = ("jobs", "batch")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What all models of a worker share."""
+
+    zone: HotZone
+    loader: Loader
+    sessions: Sessions
+    settler: Settler
+    history: LoadHistory
+    registry: Registry
+    engine_threads: ThreadPoolExecutor
+    counters: Counters
+    clock: Clock
+    limits: Limits
+    prefetch: int
+    max_replicas: int
+
+
+class HotModel:
+    """A tenant of the hot zone.
+
+    Owned here, on the event loop: the claim, the session that holds its lease, its consumers and engine.
+    """
+
+    def __init__(self, model: str, backlog: bool, hint: Hint, parts: Parts) -> None:
+        self.model = model
+        self.claim = Claim(slots=parts.max_replicas, backlog=backlog)
+        self.task: asyncio.Task[None] | None = None
+        self.next_hint: tuple[bool, Hint] | None = None
+        """A hint that came while this claim was on its way out: it starts the next one."""
+        self._hint = hint
+        self._parts = parts
+        self._session: Session | None = None
+        self._consumers: dict[Lane, Consumer] = {}
+        self._loaded: Loaded | None = None
+        self._stirred = asyncio.Event()  # something happened that a serving model must look at
+        self._leaving = False
+        self._forced = False
+        self._draining = False  # whether the zone counts us as on the way out
+        self._steps: dict[Step, Callable[[], Awaitable[Outcome]]] = {
+            Step.LEASE: self._lease,
+            Step.ANNOUNCE: self._announce,
+            Step.LOOK: self._look,
+            Step.LOAD: self._load,
+            Step.CONSUME: self._consume,
+            Step.SERVE: self._serve,
+            Step.CANCEL: self._cancel,
+            Step.LOOK_BACK: self._look_back,
+            Step.DROP_LEASE: self._drop_lease,
+            Step.LOOK_LAST: self._look_last,
+            Step.WAKE: self._wake,
+            Step.UNLOAD: self._unload,
+        }
+
+    async def run(self) -> None:
+        """Go through the claim's steps until it is done."""
+        parts = self._parts
+        parts.zone.enter(self.model, self)
+        try:
+            async with asyncio.TaskGroup() as jobs:
+                self._server = Server(self.model, parts.zone, parts.settler, jobs, parts.engine_threads, parts.limits)
+                while self.claim.step is not Step.DONE:
+                    await self._advance()
+        finally:
+            parts.zone.left(self.model)
+
+    def evicted(self, *, forced: bool, reason: str) -> None:
+        """Told by the zone, which counts our bytes as on their way back already."""
+        log.info("model.evicted", model=self.model, forced=forced, reason=reason)
+        if not self._draining:
+            self._parts.counters.evictions += 1
+        self._draining = True
+        self._go(forced=forced)
+
+    def stop(self) -> None:
+        """Told by the worker, which stops: go, and do not come back."""
+        self._go(forced=True)
+        self._parts.zone.give_up(self.model)  # a load that still waits for bytes waits no longer
+
+    def session_ended(self) -> None:
+        """Told by the worker: the lease may be gone, look."""
+        self._stirred.set()
+
+    def _go(self, *, forced: bool) -> None:
+        self._forced = self._forced or forced
+        self._leaving = True
+        self._stirred.set()
+
+    async def _advance(self) -> None:
+        try:
+            outcome = await self._steps[self.claim.step]()
+        except BrokerUnavailable as error:
+            log.info("model.session_lost", model=self.model, step=self.claim.step, reason=str(error))
+            outcome = Outcome.LOST
+            self._consumers.clear()
+            # The zone has us leaving: with the lease gone too, there is no way back into the hot set.
+            self._forced = self._forced or self._draining
+        if self._forced:
+            self.claim = force(self.claim)
+        self.claim = advance(self.claim, outcome)
+        if not holds_hint(self.claim):
+            await self._hint.done()
+
+    # --- claim -----------------------------------------------------------------------------------
+
+    async def _lease(self) -> Outcome:
+        if self.claim.loaded and self.claim.tries_left < Claim().tries_left and self.claim.slot == 0:
+            await asyncio.sleep(RECLAIM_PAUSE)
+        session = await self._parts.sessions.current()
+        if session is None or (self._leaving and not self.claim.loaded):
+            return Outcome.LEAVE
+        self._session = session
+        return Outcome.GOT if await session.lease(self._lease_queue()) else Outcome.TAKEN
+
+    async def _announce(self) -> Outcome:
+        await self._on_session().declare(*announcement(self.model, self.claim.slot))
+        return Outcome.OK
+
+    async def _look(self) -> Outcome:
+        return await self._jobs_ready()
+
+    async def _load(self) -> Outcome:
+        parts, now = self._parts, self._parts.clock()
+        try:
+            card = await parts.loader.card(self.model)
+        except ModelNotFound as error:
+            return self._refuse(UnknownModel(str(error)))
+        except QworkerError as error:
+            return self._load_failed(f"card of {self.model}", error, permanent=False)
+        if not parts.history.may_try(card.digest, now):
+            known = parts.history.quarantine(card.digest)
+            if known is not None and parts.history.refused(card.digest):
+                return self._refuse(ModelUnavailable(known.reason))
+            return Outcome.GAVE_UP
+        if self._leaving:
+            return Outcome.GAVE_UP
+        return await self._load_card(card)
+
+    async def _load_card(self, card: Card) -> Outcome:
+        parts = self._parts
+        try:
+            loaded = await parts.loader.load(card)
+        except NoRoom as error:
+            log.warning("model.no_room", model=self.model, reason=str(error))
+            return Outcome.GAVE_UP
+        except ModelTooLarge as error:
+            return self._refuse(error)
+        except QworkerError as error:
+            return self._load_failed(card.digest, error, permanent=isinstance(error, LoadFailed))
+        parts.history.succeeded(card.digest)
+        self._loaded = loaded
+        self._server.serving = Serving(
+            loaded.engine, card, card.signature(), since=time.time(), load_seconds=loaded.load_seconds
+        )
+        return Outcome.OK
+
+    def _load_failed(self, digest: str, error: QworkerError, *, permanent: bool) -> Outcome:
+        parts = self._parts
+        parts.counters.load_failures += 1
+        reason = f"{self.model} cannot be loaded: {error}"
+        known = parts.history.failed(digest, parts.clock(), permanent, reason)
+        log.error("model.load_failed", model=self.model, attempts=known.attempts, reason=str(error))
+        if parts.history.refused(digest):
+            return self._refuse(ModelUnavailable(reason))
+        return Outcome.FAILED
+
+    def _refuse(self, error: JobError) -> Outcome:
+        log.error("model.refused", model=self.model, code=error.code, reason=str(error))
+        self._server.serving = error
+        return Outcome.REFUSED
+
+    # --- serve -----------------------------------------------------------------------------------
+
+    async def _consume(self) -> Outcome:
+        try:
+            await self._consume_lane("jobs")
+            if self.model in self._parts.registry.batch_lanes():
+                await self._consume_lane("batch")
+        except BrokerUnavailable:
+            raise
+        except BrokerError as error:
+            log.error("queue.missing", model=self.model, reason=str(error))
+            await self._stop_consuming()
+            return Outcome.FAILED
+        return Outcome.OK
+
+    async def _serve(self) -> Outcome:
+        while True:
+            self._stirred.clear()
+            if self._leaving:
+                return Outcome.LEAVE
+            self._on_session()
+            await wait_at_most(self._stirred, REFUSING_LOOK if self.claim.refusing else BATCH_LANE_LOOK)
+            if not self.claim.refusing:
+                await self._look_for_batch_lane()
+            elif self._server.in_hand == 0 and await self._jobs_ready() is Outcome.EMPTY:
+                return Outcome.EMPTY
+
+    async def _cancel(self) -> Outcome:
+        if not self._draining and self._loaded is not None:
+            self._draining = True
+            self._parts.zone.leaving(self.model)
+        await self._stop_consuming()
+        return Outcome.OK
+
+    async def _look_back(self) -> Outcome:
+        outcome = await self._jobs_ready()
+        if outcome is Outcome.READY and not self._forced and self._loaded is not None:
+            self._draining = False
+            self._leaving = False
+            self._parts.zone.revived(self.model)
+        return outcome
+
+    # --- leave -----------------------------------------------------------------------------------
+
+    async def _drop_lease(self) -> Outcome:
+        await self._on_session().release(self._lease_queue())
+        return Outcome.OK
+
+    async def _look_last(self) -> Outcome:
+        return await self._jobs_ready()
+
+    async def _wake(self) -> Outcome:
+        self._parts.counters.wakes += 1
+        await wake(self._on_session(), self.model, "left")
+        return Outcome.OK
+
+    async def _unload(self) -> Outcome:
+        loaded = self._loaded
+        assert loaded is not None, "the claim says loaded"
+        if not self._draining:
+            self._draining = True
+            self._parts.zone.leaving(self.model)
+        # A lost session leaves runs in progress; the engine is freed under none of them.
+        await self._server.idle()
+        self._server.serving = None
+        self._loaded = None
+        await self._parts.loader.unload(loaded.card, loaded.engine)
+        return Outcome.OK
+
+    # --- parts of steps --------------------------------------------------------------------------
+
+    def _lease_queue(self) -> str:
+        return lease_queue(self.model, self.claim.slot)
+
+    def _on_session(self) -> Session:
+        """The session that holds our lease. Raises BrokerUnavailable once it has ended."""
+        session = self._session
+        if session is None or not session.is_open:
+            raise BrokerUnavailable("the session that held the lease has ended")
+        return session
+
+    async def _jobs_ready(self) -> Outcome:
+        session = self._on_session()
+        for lane in LANES:
+            depth = await session.depth(lane_queue(lane, self.model))
+            if depth is not None and lane == "batch":
+                self._parts.registry.has_batch_lane(self.model)
+            if depth is not None and depth.ready:
+                return Outcome.READY
+        return Outcome.EMPTY
+
+    async def _look_for_batch_lane(self) -> None:
+        """A batch queue exists from its first use on, which may come while we are hot."""
+        if "batch" in self._consumers:
+            return
+        if await self._on_session().depth(lane_queue("batch", self.model)) is not None:
+            self._parts.registry.has_batch_lane(self.model)
+            await self._consume_lane("batch")
+
+    async def _consume_lane(self, lane: Lane) -> None:
+        session = self._on_session()
+        self._consumers[lane] = await session.consume(
+            lane_queue(lane, self.model), self._server.taker(session), prefetch=self._parts.prefetch
+        )
+
+    async def _stop_consuming(self) -> None:
+        """Cancel, wait for cancel-ok, then until all that was delivered is settled."""
+        consumers, self._consumers = list(self._consumers.values()), {}
+        for consumer in consumers:
+            await consumer.cancel()
+        await self._server.idle()
+        for consumer in consumers:
+            await consumer.close()

@@ -1,0 +1,181 @@
+"""The hot zone: the one owner of the residency table, which carries out what the policy decides.
+
+``policy.residency`` decides which model may take bytes and which one must leave; this turns *admit* into
+a woken load and *evict* into a tenant that is told to leave. It does no I/O.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from qworker.errors import ModelTooLarge
+from qworker.policy.residency import Decision, Residency, Row
+from qworker.telemetry.counters import Counters
+
+Clock = Callable[[], float]
+
+
+class Tenant(Protocol):
+    """A model that lives in the zone."""
+
+    def evicted(self, *, forced: bool, reason: str) -> None:
+        """Stop taking jobs and go. Unforced, it may stay when jobs turn up meanwhile."""
+        ...
+
+
+class HotZone:
+    """Bytes of one worker. Enter every change through here, on the event loop, without an await inside.
+
+    Owned here: ``_residency`` (who holds what), ``_waiting`` (loads that wait for bytes), ``_tenants``.
+    """
+
+    def __init__(self, residency: Residency, clock: Clock, counters: Counters) -> None:
+        self._residency = residency
+        self._clock = clock
+        self._counters = counters
+        self._waiting: dict[str, asyncio.Future[bool]] = {}
+        self._tenants: dict[str, Tenant] = {}
+        self._stirred = asyncio.Event()
+
+    # --- what a tenant reports -------------------------------------------------------------------
+
+    def enter(self, model: str, tenant: Tenant) -> None:
+        """``tenant`` is who will be told to leave when ``model`` is evicted."""
+        self._tenants[model] = tenant
+
+    async def room(self, model: str, nbytes: int, *, within: float) -> bool:
+        """Wait until ``nbytes`` are booked for ``model``; False when they were not within ``within`` seconds.
+
+        From True on, the bytes are held until :meth:`gone`. Raises ModelTooLarge when it can never fit.
+        """
+        admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting[model] = admitted
+        self._obey(self._residency.want(model, nbytes, self._clock()))
+        try:
+            await asyncio.wait({admitted}, timeout=within)
+        except asyncio.CancelledError:
+            self._withdraw(model, admitted)
+            raise
+        finally:
+            self._waiting.pop(model, None)
+        if admitted.done():
+            return admitted.result()  # False from give_up; raises what _obey put there
+        self._withdraw(model, admitted)
+        return False
+
+    def give_up(self, model: str) -> None:
+        """If a load of ``model`` waits for bytes, it waits no longer."""
+        waiter = self._waiting.get(model)
+        if waiter is not None and not waiter.done():
+            self._obey(self._residency.abandon(model, self._clock()))
+            waiter.set_result(False)
+
+    def grow(self, model: str, nbytes: int) -> bool:
+        """Book what a model was measured to take; False when that does not fit."""
+        return self._residency.grow(model, nbytes, self._clock())
+
+    def loaded(self, model: str, load_seconds: float) -> None:
+        self._obey(self._residency.loaded(model, load_seconds, self._clock()))
+
+    def used(self, model: str) -> None:
+        """A job for ``model`` arrived."""
+        self._residency.used(model, self._clock())
+
+    def started(self, model: str) -> None:
+        self._residency.started(model)
+
+    def finished(self, model: str) -> None:
+        self._residency.finished(model, self._clock())
+        if self._waiting:
+            self._stirred.set()  # an idle model may be what somebody waits for
+
+    def revived(self, model: str) -> None:
+        self._counters.revivals += 1
+        self._obey(self._residency.revived(model, self._clock()))
+
+    def leaving(self, model: str) -> None:
+        """The model leaves on its own account (shutdown, lost lease)."""
+        self._obey(self._residency.leaving(model, self._clock()))
+
+    def gone(self, model: str) -> None:
+        """The bytes are back: unloaded, or the load failed."""
+        self._obey(self._residency.gone(model, self._clock()))
+
+    def left(self, model: str) -> None:
+        """The tenant has ended."""
+        self._tenants.pop(model, None)
+
+    # --- the operator's view ---------------------------------------------------------------------
+
+    @property
+    def budget(self) -> int:
+        return self._residency.budget
+
+    @property
+    def held(self) -> int:
+        return self._residency.held
+
+    @property
+    def peak(self) -> int:
+        return self._residency.peak
+
+    def rows(self) -> tuple[Row, ...]:
+        return self._residency.snapshot(self._clock())
+
+    def blocked(self) -> list[tuple[str, float, str]]:
+        """Who waits for bytes, since how many seconds, and why."""
+        return list(self._residency.blocked(self._clock()))
+
+    # --- carrying out decisions ------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Look again whenever time alone can change something. Runs until cancelled."""
+        while True:
+            due = self._residency.next_tick(self._clock())
+            self._stirred.clear()
+            if due is None:
+                await self._stirred.wait()
+            else:
+                await wait_at_most(self._stirred, max(0.0, due - self._clock()))
+            self._obey(self._residency.tick(self._clock()))
+
+    def _obey(self, decision: Decision) -> None:
+        for model in decision.refuse:
+            self._settle_waiter(
+                model,
+                ModelTooLarge(
+                    f"{model} needs more memory than this worker's whole budget of {self.budget} bytes: "
+                    "give the worker a larger --memory, or serve the model elsewhere"
+                ),
+            )
+        for model in decision.admit:
+            self._settle_waiter(model, None)
+        for eviction in decision.evict:
+            self._tenants[eviction.model].evicted(forced=eviction.forced, reason=eviction.reason)
+        self._stirred.set()
+
+    def _settle_waiter(self, model: str, error: ModelTooLarge | None) -> None:
+        waiter = self._waiting[model]
+        if error is None:
+            waiter.set_result(True)
+        else:
+            waiter.set_exception(error)
+
+    def _withdraw(self, model: str, admitted: asyncio.Future[bool]) -> None:
+        """Undo a wait that ends without a load, also when the admission came at the last moment."""
+        now = self._clock()
+        if not admitted.done():
+            self._obey(self._residency.abandon(model, now))
+        elif admitted.exception() is None and admitted.result():
+            self._obey(self._residency.gone(model, now))
+
+
+async def wait_at_most(event: asyncio.Event, seconds: float) -> None:
+    """Wait for ``event``, but not longer than ``seconds``."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,127 @@
+"""Intake: hints that a cold model has jobs, and jobs that no queue wanted.
+
+The prefetch on the activation queue is the number of load slots: a hint stays unsettled until its model
+is loaded or given up, so that a worker is sent no more hints than it can load, and a crash while loading
+returns the hint to the others at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from qworker.broker.base import Delivery, Session
+from qworker.errors import InvalidInput, StoreError, UnknownModel, Unroutable
+from qworker.telemetry.counters import Counters
+from qworker.wire.names import check_model_id
+from qworker.wire.topology import ACTIVATION, BACKLOG, BATCH, REASON_HEADER, UNROUTABLE, Lane, QueueType, lane_topology
+from qworker.worker.registry import Registry
+from qworker.worker.settle import Settler
+
+log = structlog.get_logger(__name__)
+
+UNROUTABLE_PREFETCH = 16
+
+Claim = Callable[[str, bool, "Hint"], bool]
+"""Start claiming a model (for a replica, when the flag is set); False when the hint is of no use here."""
+
+
+class Hint:
+    """A hint in hand. ``done`` settles it, once; on an ended session that is harmless."""
+
+    def __init__(self, delivery: Delivery | None) -> None:
+        self._delivery = delivery
+
+    async def done(self) -> None:
+        delivery, self._delivery = self._delivery, None
+        if delivery is not None:
+            await delivery.ack()
+
+
+class Intake:
+    """Attends one session at a time."""
+
+    def __init__(
+        self,
+        claim: Claim,
+        registry: Registry,
+        settler: Settler,
+        counters: Counters,
+        *,
+        load_slots: int,
+        queue_type: QueueType,
+    ) -> None:
+        self._claim = claim
+        self._registry = registry
+        self._settler = settler
+        self._counters = counters
+        self._load_slots = load_slots
+        self._queue_type: QueueType = queue_type
+
+    async def run(self, session: Session) -> None:
+        """Take hints and unroutable jobs until cancelled. What is in hand stays in hand."""
+        async with asyncio.TaskGroup() as tasks:
+            hints = await session.consume(
+                ACTIVATION, lambda d: _spawn(tasks, self._on_hint(d)), prefetch=self._load_slots
+            )
+            strays = await session.consume(
+                UNROUTABLE, lambda d: _spawn(tasks, self._on_stray(session, d)), prefetch=UNROUTABLE_PREFETCH
+            )
+            try:
+                await session.wait_closed()
+            finally:
+                await hints.cancel()
+                await strays.close()
+
+    async def _on_hint(self, delivery: Delivery) -> None:
+        model, hint = delivery.routing_key, Hint(delivery)
+        self._counters.hints += 1
+        self._registry.saw(model)
+        if delivery.exchange == BATCH:
+            self._registry.has_batch_lane(model)
+        backlog = delivery.properties.headers.get(REASON_HEADER) == BACKLOG
+        if not self._claim(model, backlog, hint):
+            self._counters.hints_stale += 1
+            await hint.done()
+
+    async def _on_stray(self, session: Session, delivery: Delivery) -> None:
+        """Register a model that the store has by now, and send its job on; refuse the others."""
+        model = delivery.routing_key
+        try:
+            check_model_id(model)
+            known = await self._registry.knows(model)
+        except InvalidInput as error:
+            await self._settler.settle(session, delivery, model, UnknownModel(str(error)))
+            return
+        except StoreError as error:
+            # The store is away: nobody can tell yet. Keep the job; the broker has it back if we end.
+            log.warning("store.unreadable", reason=str(error))
+            await asyncio.sleep(1.0)
+            await delivery.give_back()
+            return
+        if not known:
+            await self._settler.settle(
+                session,
+                delivery,
+                model,
+                UnknownModel(f"no model '{model}' is registered: register it, or correct the routing key"),
+            )
+            return
+        lane: Lane = "batch" if delivery.exchange == BATCH else "jobs"
+        await session.declare(*lane_topology(lane, model, self._queue_type))
+        if lane == "batch":
+            self._registry.has_batch_lane(model)
+        try:
+            await session.publish(delivery.exchange, model, delivery.body, delivery.properties, mandatory=True)
+        except Unroutable:
+            await delivery.give_back()  # deleted again in between: it comes back here by itself
+            return
+        log.info("model.declared", model=model, lane=lane)
+        await delivery.ack()
+
+
+def _spawn(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
+    tasks.create_task(work)

@@ -1,0 +1,172 @@
+"""From a cold model to a warm engine: fetch and verify, book the bytes, take a slot, load, warm up, measure.
+
+*Fetch first, evict last*: nobody is evicted for a model whose bytes turn out to be missing or corrupt.
+Every stage that fails gives back what the stages before it took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import structlog
+
+from qworker.engine.base import Backend, Engine, ModelSource
+from qworker.errors import LoadFailed, QworkerError
+from qworker.store.base import Fetched, Store
+from qworker.store.card import Card
+from qworker.telemetry.counters import Counters
+from qworker.worker.hot_zone import Clock, HotZone
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+GROWTH_TOLERANCE = 1.25
+"""A measured size within this factor of the card's is noise: a worker's own traffic moves its RSS."""
+
+
+class NoRoom(QworkerError):
+    """The bytes were not free within the claim's time. The jobs wait; the sweep will try again."""
+
+    code = "model_unavailable"
+    retryable = True
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A warm engine whose bytes are booked in the zone."""
+
+    engine: Engine
+    card: Card
+    load_seconds: float
+
+
+class Loader:
+    """Loads models, at most ``slots`` at once. One load a model: the caller is single-flight."""
+
+    def __init__(
+        self,
+        store: Store,
+        backend: Backend,
+        zone: HotZone,
+        slots: asyncio.Semaphore,
+        threads: ThreadPoolExecutor,
+        counters: Counters,
+        clock: Clock,
+        *,
+        claim_timeout: float,
+        load_timeout: float,
+    ) -> None:
+        self._store = store
+        self._backend = backend
+        self._zone = zone
+        self._slots = slots
+        self._threads = threads
+        self._counters = counters
+        self._clock = clock
+        self._claim_timeout = claim_timeout
+        self._load_timeout = load_timeout
+        self._measured: dict[str, int] = {}  # by digest: what a load here took, where the card said less
+        self._in_progress = 0
+
+    async def card(self, model: str) -> Card:
+        """Raises ModelNotFound, CorruptModel, StoreError."""
+        return await self._in_thread(lambda: self._store.card(model))
+
+    async def load(self, card: Card) -> Loaded:
+        """A warm engine. From here its bytes are held until the caller unloads it.
+
+        Raises CorruptModel and LoadFailed (this file will not load), StoreError (it may later), NoRoom,
+        ModelTooLarge.
+        """
+        fetched = await self._in_thread(lambda: self._store.fetch(card))
+        nbytes = max(card.resident_bytes, self._measured.get(card.digest, 0))
+        if not await self._zone.room(card.model, nbytes, within=self._claim_timeout):
+            raise NoRoom(f"{card.model} needs {nbytes} bytes, and they were not free in {self._claim_timeout:g} s")
+        try:
+            async with self._slots:
+                return await self._load_booked(card, fetched, nbytes)
+        except BaseException:
+            # Whatever went wrong, the bytes are free again. (An engine that was made has been closed.)
+            self._zone.gone(card.model)
+            raise
+
+    async def unload(self, card: Card, engine: Engine) -> None:
+        """Free the engine and give its bytes back to the zone once the memory has gone back to the system."""
+        before = self._backend.used_bytes()
+        await self._in_thread(lambda: self._free(engine))
+        self._zone.gone(card.model)
+        log.info("model.unloaded", model=card.model, bytes_returned=before - self._backend.used_bytes())
+
+    async def _load_booked(self, card: Card, fetched: Fetched, nbytes: int) -> Loaded:
+        source = ModelSource(card.model, card.version, fetched.path, fetched.content)
+        self._in_progress += 1
+        alone = self._in_progress == 1
+        before, started = self._backend.used_bytes(), self._clock()
+        try:
+            engine = await self._make(source, fetched)
+            alone = alone and self._in_progress == 1
+        finally:
+            self._in_progress -= 1
+        seconds = self._clock() - started
+        try:
+            self._check_size(card, nbytes, self._backend.used_bytes() - before if alone else None)
+        except LoadFailed:
+            await self._in_thread(lambda: self._free(engine))
+            raise
+        self._zone.loaded(card.model, seconds)
+        self._counters.loads += 1
+        log.info("model.loaded", model=card.model, version=card.version, seconds=round(seconds, 4), bytes=nbytes)
+        return Loaded(engine, card, seconds)
+
+    async def _make(self, source: ModelSource, fetched: Fetched) -> Engine:
+        """Load and warm up in a thread. A cancelled wait still closes what the thread makes."""
+
+        def make() -> Engine:
+            engine = self._backend.load(source)
+            try:
+                if fetched.sample is not None:
+                    with np.load(fetched.sample, allow_pickle=False) as sample:
+                        self._backend.warm_up(engine, dict(sample))
+                else:
+                    self._backend.warm_up(engine, None)
+            except BaseException:
+                engine.close()
+                raise
+            return engine
+
+        making = asyncio.wrap_future(self._threads.submit(make))
+        done, _ = await asyncio.wait({making}, timeout=self._load_timeout)
+        if done:
+            return making.result()
+        # A thread cannot be stopped. The bytes stay booked until it ends, since it holds them.
+        log.error("model.load_hangs", model=source.model, seconds=self._load_timeout)
+        try:
+            engine = await making
+        except QworkerError as error:
+            raise LoadFailed(f"{source.model} did not load in {self._load_timeout:g} s, and then: {error}") from error
+        await self._in_thread(lambda: self._free(engine))
+        raise LoadFailed(f"{source.model} took longer than load_timeout ({self._load_timeout:g} s) to load")
+
+    def _check_size(self, card: Card, booked: int, measured: int | None) -> None:
+        """Book what was measured where the card said too little; remember it for the next load."""
+        if measured is None or measured <= booked * GROWTH_TOLERANCE + (8 << 20):
+            return
+        self._measured[card.digest] = measured
+        log.warning("model.larger_than_card", model=card.model, card_bytes=booked, measured_bytes=measured)
+        if not self._zone.grow(card.model, measured):
+            raise LoadFailed(
+                f"{card.model} takes {measured} bytes where its card says {booked}, and that does not fit now: "
+                "the next load books the measured size; register the model again to correct the card"
+            )
+
+    def _free(self, engine: Engine) -> None:
+        engine.close()
+        self._backend.trim()
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)

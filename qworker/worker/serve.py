@@ -1,0 +1,160 @@
+"""The path of one job on a hot model: delivery → decode → check → run → encode → settle."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import structlog
+
+from qworker.broker.base import Delivery, Session
+from qworker.engine.base import Engine
+from qworker.errors import DeadlineExceeded, InvalidInput, JobError
+from qworker.store.card import Card
+from qworker.wire.codec import decode_job
+from qworker.wire.limits import Limits
+from qworker.wire.messages import Job, Result, Tensor
+from qworker.wire.signature import Signature, check_inputs, check_outputs
+from qworker.worker.hot_zone import HotZone
+from qworker.worker.settle import Settler
+
+log = structlog.get_logger(__name__)
+
+PUBLISHED_HEADER = "x-published"
+"""Unix milliseconds at which the job was published (AMQP's own timestamp has whole seconds only)."""
+DEADLINE_HEADER = "x-deadline"
+"""Unix milliseconds after which the job must not run any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What a model's jobs are answered with: an engine, or the reason why there is none."""
+
+    engine: Engine
+    card: Card
+    signature: Signature
+    since: float
+    """Unix seconds at which the engine was ready."""
+    load_seconds: float
+
+
+class Server:
+    """Answers the deliveries of one model.
+
+    Owned here, on the event loop: ``in_hand``, the number of deliveries that are not settled yet.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        zone: HotZone,
+        settler: Settler,
+        tasks: asyncio.TaskGroup,
+        threads: ThreadPoolExecutor,
+        limits: Limits,
+    ) -> None:
+        self.model = model
+        self.in_hand = 0
+        self.serving: Serving | JobError | None = None
+        self._zone = zone
+        self._settler = settler
+        self._tasks = tasks
+        self._threads = threads
+        self._limits = limits
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def taker(self, session: Session) -> Callable[[Delivery], None]:
+        """The callback for a consumer on ``session``."""
+
+        def take(delivery: Delivery) -> None:
+            self.in_hand += 1
+            self._idle.clear()
+            self._zone.used(self.model)
+            self._zone.started(self.model)
+            self._tasks.create_task(self._answer(session, delivery))
+
+        return take
+
+    async def idle(self) -> None:
+        """Wait until everything in hand is settled."""
+        await self._idle.wait()
+
+    async def _answer(self, session: Session, delivery: Delivery) -> None:
+        try:
+            try:
+                verdict: Result | JobError = await self._run(delivery)
+            except JobError as error:
+                verdict = error
+            await self._settler.settle(session, delivery, self.model, verdict)
+        finally:
+            self.in_hand -= 1
+            self._zone.finished(self.model)
+            if self.in_hand == 0:
+                self._idle.set()
+
+    async def _run(self, delivery: Delivery) -> Result:
+        """The job's result. Raises JobError: its failure."""
+        received = time.time()
+        self._settler.check_attempts(delivery)
+        serving = self.serving
+        if isinstance(serving, JobError):
+            raise serving
+        assert serving is not None, "a consumer was started before there was anything to serve"
+        _check_deadline(delivery, received)
+        properties = delivery.properties
+        job = decode_job(
+            delivery.body,
+            properties.content_type,
+            model=self.model,
+            job_id=properties.message_id or "",
+            limits=self._limits,
+        )
+        if job.version not in (None, serving.card.version):
+            raise InvalidInput(
+                f"{self.model} serves version {serving.card.version}; the job asks for {job.version}: "
+                "leave model_version out, or register that version as the newest"
+            )
+        check_inputs(serving.signature, job.inputs)
+        check_outputs(serving.signature, job.outputs)
+        return await self._infer(job, serving, delivery, received)
+
+    async def _infer(self, job: Job, serving: Serving, delivery: Delivery, received: float) -> Result:
+        started = time.perf_counter()
+
+        def run() -> tuple[list[Tensor], float]:
+            begun = time.perf_counter()
+            outputs = serving.engine.run(job.inputs, job.outputs)
+            return outputs, time.perf_counter() - begun
+
+        outputs, run_seconds = await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        published = _published(delivery)
+        timing = {
+            "queue": max(0.0, received - published) if published is not None else 0.0,
+            "wait": time.perf_counter() - started - run_seconds,
+            "run": run_seconds,
+        }
+        if published is not None and published < serving.since:
+            timing["load"] = serving.load_seconds  # the job was there before the model was
+        return Result(job.id, self.model, serving.card.version, tuple(outputs), timing)
+
+
+def _published(delivery: Delivery) -> float | None:
+    """Unix seconds at which the publisher says that it published."""
+    stamp = delivery.properties.headers.get(PUBLISHED_HEADER)
+    if isinstance(stamp, int):
+        return stamp / 1000
+    whole = delivery.properties.timestamp_ms
+    return None if whole is None else whole / 1000
+
+
+def _check_deadline(delivery: Delivery, now: float) -> None:
+    deadline = delivery.properties.headers.get(DEADLINE_HEADER)
+    if isinstance(deadline, int) and deadline / 1000 < now:
+        raise DeadlineExceeded(
+            f"the job's deadline passed {now - deadline / 1000:.3f} s before a worker had it: "
+            "allow more time, or see what the model waits for"
+        )

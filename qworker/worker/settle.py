@@ -1,0 +1,155 @@
+"""Settling: the one place where a delivery ends.
+
+The order is the promise: the reply (or the dead letter) is confirmed by the broker *before* the delivery
+is acked. A crash between the two doubles a reply, which its correlation id gives away; it never loses one.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import structlog
+
+from qworker.broker.base import Delivery, Properties, Session
+from qworker.errors import BrokerUnavailable, JobError, PoisonJob, PublishFailed, QworkerError, ResultTooLarge
+from qworker.policy.outcome import Outcome, ReplyTo, Send, Settle, To, attempts, decide, on_arrival
+from qworker.telemetry.counters import Counters
+from qworker.wire.codec import encode_failure, encode_result
+from qworker.wire.messages import JSON, MSGPACK, Failure, Result
+from qworker.wire.topology import DEAD, RESULTS
+
+log = structlog.get_logger(__name__)
+
+
+class Settler:
+    """Settles the deliveries of one worker. Holds no state but its counters."""
+
+    def __init__(self, worker: str, max_attempts: int, max_body: int, counters: Counters) -> None:
+        self._worker = worker
+        self._max_attempts = max_attempts
+        self._max_body = max_body
+        self._counters = counters
+
+    def check_attempts(self, delivery: Delivery) -> None:
+        """Raises PoisonJob when the job has been delivered too often to run it once more."""
+        tried = attempts(delivery.properties.headers, delivery.redelivered)
+        if on_arrival(attempts=tried, max_attempts=self._max_attempts) is not None:
+            raise PoisonJob(
+                f"the job was delivered {tried} times without an outcome (max_attempts is {self._max_attempts}): "
+                "it may be what ends the workers; look at it before you publish it again"
+            )
+
+    async def settle(self, session: Session, delivery: Delivery, model: str, verdict: Result | JobError) -> None:
+        """Answer and settle, once. When the session ends first, the broker has the job back: no harm done."""
+        try:
+            error = await self._try(session, delivery, model, verdict)
+            if error is not None:
+                # The answer did not leave. What to do about that is a decision of its own.
+                error = await self._try(session, delivery, model, error)
+            if error is not None:
+                await delivery.reject(requeue=True)
+        except BrokerUnavailable as lost:
+            self._counters.jobs_given_back += 1
+            log.info("job.returned", model=model, job_id=delivery.properties.message_id, reason=str(lost))
+
+    async def _try(
+        self, session: Session, delivery: Delivery, model: str, verdict: Result | QworkerError
+    ) -> QworkerError | None:
+        """Carry out what the policy decides; the error when a publish of it was not taken."""
+        outcome = self._decide(delivery, verdict)
+        try:
+            await self._send(session, delivery, model, verdict, outcome)
+            if outcome.dead_letter is not None:
+                await self._dead_letter(session, delivery, model, verdict, outcome.dead_letter)
+        except ResultTooLarge as error:
+            return error
+        except PublishFailed as error:
+            log.warning("reply.failed", model=model, job_id=delivery.properties.message_id, reason=str(error))
+            return error
+        if outcome.settle is Settle.ACK:
+            await delivery.ack()
+        else:
+            self._counters.jobs_given_back += 1
+            await delivery.reject(requeue=True)
+        return None
+
+    def _decide(self, delivery: Delivery, verdict: Result | QworkerError) -> Outcome:
+        properties = delivery.properties
+        return decide(
+            None if isinstance(verdict, Result) else verdict,
+            attempts=attempts(properties.headers, delivery.redelivered),
+            max_attempts=self._max_attempts,
+            reply=ReplyTo.of(properties.reply_to),
+        )
+
+    async def _send(
+        self, session: Session, delivery: Delivery, model: str, verdict: Result | QworkerError, outcome: Outcome
+    ) -> None:
+        if outcome.send is Send.NOTHING:
+            return
+        asked = delivery.properties
+        content_type = JSON if _is_json(delivery) else MSGPACK
+        if isinstance(verdict, Result):
+            body = self._encode(verdict, content_type)
+            self._counters.jobs_answered += 1
+        else:
+            body = encode_failure(Failure.of(asked.message_id or "", model, verdict), content_type)
+            self._counters.jobs_failed += 1
+            log.info("job.failed", model=model, job_id=asked.message_id, code=verdict.code, reason=str(verdict))
+        exchange, key = (RESULTS, model) if outcome.to is To.RESULTS else ("", asked.reply_to or "")
+        reply = Properties(
+            message_id=asked.message_id,
+            correlation_id=asked.correlation_id or asked.message_id,
+            content_type=content_type,
+            timestamp_ms=int(time.time() * 1000),
+            persistent=ReplyTo.of(asked.reply_to) is not ReplyTo.DIRECT,
+        )
+        await session.publish(exchange, key, body, reply, mandatory=outcome.mandatory)
+
+    def _encode(self, result: Result, content_type: str) -> bytes:
+        body = encode_result(result, content_type)
+        if len(body) > self._max_body:
+            raise ResultTooLarge(
+                f"the result has {len(body)} bytes and a message may have {self._max_body}: "
+                "ask for fewer outputs, send less in one job, or raise max_body here and at the broker"
+            )
+        return body
+
+    async def _dead_letter(
+        self, session: Session, delivery: Delivery, model: str, verdict: Result | QworkerError, cause: str
+    ) -> None:
+        """Publish the job as it came to the dead-letter exchange, with why, where, when and how often."""
+        self._counters.jobs_dead_lettered += 1
+        asked = delivery.properties
+        why = "the reply queue is gone" if isinstance(verdict, Result) else str(verdict)
+        log.warning("job.dead_lettered", model=model, job_id=asked.message_id, cause=cause, reason=why)
+        headers: dict[str, Any] = {
+            **asked.headers,
+            "x-qworker-cause": cause,
+            "x-qworker-reason": why[:1024],
+            "x-qworker-worker": self._worker,
+            "x-qworker-model": model,
+            "x-qworker-exchange": delivery.exchange,
+            "x-qworker-at": int(time.time() * 1000),
+            "x-qworker-attempts": attempts(asked.headers, delivery.redelivered),
+        }
+        letter = Properties(
+            message_id=asked.message_id,
+            correlation_id=asked.correlation_id,
+            reply_to=asked.reply_to,
+            content_type=asked.content_type,
+            timestamp_ms=asked.timestamp_ms,
+            priority=asked.priority,
+            persistent=True,
+            headers=headers,
+        )
+        await session.publish(DEAD, model, delivery.body, letter)
+
+
+def _is_json(delivery: Delivery) -> bool:
+    """Replies come in kind: JSON for a job that said, or that looks like, JSON."""
+    content_type = delivery.properties.content_type
+    if content_type:
+        return content_type.partition(";")[0].strip().lower() == JSON
+    return delivery.body[:1] == b"{"

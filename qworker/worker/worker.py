@@ -1,0 +1,240 @@
+"""The worker's life: connect, serve, and stop in two phases.
+
+Everything concurrent hangs in one TaskGroup: an unexpected error anywhere ends the process non-zero, and
+the broker gives its jobs to the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import structlog
+
+from qworker.broker.base import Connector, Session
+from qworker.config import Settings
+from qworker.engine.base import Backend
+from qworker.errors import BrokerUnavailable
+from qworker.policy.backoff import LoadHistory
+from qworker.policy.claim import Hint as HintRule
+from qworker.policy.claim import on_hint
+from qworker.policy.eviction import Gdsf, Lru
+from qworker.policy.residency import Residency
+from qworker.store.base import Store
+from qworker.telemetry.counters import Counters
+from qworker.wire.limits import Limits
+from qworker.wire.topology import Entity, lane_topology, static_topology
+from qworker.worker.hot_model import HotModel, Parts
+from qworker.worker.hot_zone import HotZone
+from qworker.worker.intake import Hint, Intake
+from qworker.worker.loader import Loader
+from qworker.worker.registry import Registry
+from qworker.worker.sessions import Sessions
+from qworker.worker.settle import Settler
+from qworker.worker.sweep import Sweeper
+
+log = structlog.get_logger(__name__)
+
+
+class Worker:
+    """Serves the models of ``store`` to the broker behind ``connector``, within ``settings.memory`` bytes.
+
+    Owned here: ``_tenants``, the models claimed on this worker, each with a task of its own.
+    """
+
+    def __init__(self, settings: Settings, connector: Connector, store: Store, backend: Backend) -> None:
+        self._settings = settings
+        self.counters = Counters()
+        clock = time.monotonic
+        self._clock = clock
+        eviction = Lru() if settings.eviction == "lru" else Gdsf()
+        residency = Residency(
+            int(settings.memory),
+            eviction,
+            min_residency=settings.min_residency,
+            max_cold_wait=settings.max_cold_wait,
+        )
+        for model in settings.pin:
+            residency.pin(model)
+        self.zone = HotZone(residency, clock, self.counters)
+        self._registry = Registry(store, clock)
+        self._sessions = Sessions(connector, self.counters)
+        self._engine_threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="engine")
+        self._load_threads = ThreadPoolExecutor(settings.max_concurrent_loads + 2, thread_name_prefix="load")
+        self._tenants: dict[str, HotModel] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._stopping = asyncio.Event()
+        settler = Settler(settings.name, settings.max_attempts, int(settings.max_body), self.counters)
+        self._intake = Intake(
+            self.claim,
+            self._registry,
+            settler,
+            self.counters,
+            load_slots=settings.max_concurrent_loads,
+            queue_type=settings.queue_type,
+        )
+        self._sweeper = Sweeper(self._registry, settings.sweep_interval, self.counters, clock)
+        self._parts = Parts(
+            zone=self.zone,
+            loader=Loader(
+                store,
+                backend,
+                self.zone,
+                asyncio.Semaphore(settings.max_concurrent_loads),
+                self._load_threads,
+                self.counters,
+                clock,
+                claim_timeout=settings.claim_timeout,
+                load_timeout=settings.load_timeout,
+            ),
+            sessions=self._sessions,
+            settler=settler,
+            history=LoadHistory(),
+            registry=self._registry,
+            engine_threads=self._engine_threads,
+            counters=self.counters,
+            clock=clock,
+            limits=Limits(max_body_bytes=int(settings.max_body)),
+            prefetch=settings.prefetch,
+            max_replicas=settings.max_replicas,
+        )
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until :meth:`stop`. Raises BrokerRefused or TopologyMismatch when serving is pointless."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                zone = tasks.create_task(self.zone.run(), name="hot zone")
+                sessions = tasks.create_task(self._sessions.run(self._declare, self._attend), name="sessions")
+                await self._stopping.wait()
+                await self._drain()
+                sessions.cancel()
+                zone.cancel()
+        finally:
+            self._engine_threads.shutdown(wait=False, cancel_futures=True)
+            self._load_threads.shutdown(wait=False, cancel_futures=True)
+
+    def stop(self) -> None:
+        """Ask for a stop: no new jobs, finish those in hand within the grace time, give the rest back."""
+        self._stopping.set()
+
+    async def _drain(self) -> None:
+        log.info("worker.draining", hot=len(self._tenants), grace=self._settings.grace)
+        self._sessions.stop()
+        for tenant in list(self._tenants.values()):
+            tenant.stop()
+        leaving = [tenant.task for tenant in self._tenants.values() if tenant.task is not None]
+        if leaving:
+            _, late = await asyncio.wait(leaving, timeout=self._settings.grace)
+            for task in late:
+                log.warning("model.abandoned", model=task.get_name(), reason="the grace time is over")
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+        log.info("worker.drained")
+
+    # --- one session -----------------------------------------------------------------------------
+
+    async def _declare(self, session: Session) -> None:
+        entities: list[Entity] = list(static_topology(self._settings.queue_type))
+        for model in await self._registry.models():
+            entities += lane_topology("jobs", model, self._settings.queue_type)
+        await session.declare(*entities)
+
+    async def _attend(self, session: Session) -> None:
+        """Intake and sweep on ``session`` until it ends or the worker stops."""
+        async with asyncio.TaskGroup() as tasks:
+            chores = [
+                tasks.create_task(_until_lost(self._intake.run(session)), name="intake"),
+                tasks.create_task(_until_lost(self._sweeper.run(session)), name="sweeper"),
+            ]
+            lost = tasks.create_task(session.wait_closed(), name="session")
+            stopping = tasks.create_task(self._stopping.wait(), name="stopping")
+            await asyncio.wait({lost, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            for chore in chores:
+                chore.cancel()
+            stopping.cancel()
+            reason = await lost  # while the models leave, the session stays open for them
+        for tenant in self._tenants.values():
+            tenant.session_ended()
+        if reason is not None:
+            raise reason
+
+    # --- tenants ---------------------------------------------------------------------------------
+
+    def claim(self, model: str, backlog: bool, hint: Hint) -> bool:
+        """Start to claim ``model``, or keep the hint for later; False when the hint is of no use."""
+        if self._stopping.is_set() or self._tasks is None:
+            return False
+        tenant = self._tenants.get(model)
+        rule = on_hint(tenant.claim if tenant is not None else None)
+        if tenant is not None and rule is not HintRule.DROP:
+            # One that is done but not yet gone is as good as one on its way out.
+            if tenant.next_hint is not None:
+                return False
+            tenant.next_hint = (backlog, hint)
+            return True
+        if tenant is not None:
+            return False
+        self._tenants[model] = tenant = HotModel(model, backlog, hint, self._parts)
+        tenant.task = self._tasks.create_task(self._host(tenant), name=model)
+        return True
+
+    async def _host(self, tenant: HotModel) -> None:
+        try:
+            await tenant.run()
+        finally:
+            del self._tenants[tenant.model]
+        if tenant.next_hint is not None:
+            backlog, hint = tenant.next_hint
+            if not self.claim(tenant.model, backlog, hint):
+                await hint.done()
+
+    # --- what others see -------------------------------------------------------------------------
+
+    def not_ready(self) -> str | None:
+        """Why this worker takes no jobs now, or None."""
+        if self._stopping.is_set():
+            return "draining"
+        session = self._sessions.open
+        if session is None:
+            return "no connection to the broker"
+        if session.blocked:
+            return "the broker refuses publishes (memory or disk alarm)"
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """A snapshot for people and programs: models with their states, the ledger, the counters."""
+        return {
+            "worker": self._settings.name,
+            "ready": self.not_ready() is None,
+            "reason": self.not_ready(),
+            "models": [
+                {
+                    "model": row.model,
+                    "state": str(row.state),
+                    "nbytes": row.nbytes,
+                    "key": row.key,
+                    "in_hand": row.in_hand,
+                    "pinned": row.pinned,
+                }
+                for row in self.zone.rows()
+            ],
+            "claims": {model: str(tenant.claim.step) for model, tenant in self._tenants.items()},
+            "waiting": [{"model": m, "seconds": s, "why": why} for m, s, why in self.zone.blocked()],
+            "ledger": {"budget": self.zone.budget, "held": self.zone.held, "peak": self.zone.peak},
+            "counters": self.counters.as_dict(),
+        }
+
+
+async def _until_lost(chore: Coroutine[Any, Any, None]) -> None:
+    """Run a chore of one session; that the session ends under it is no error of its own."""
+    try:
+        await chore
+    except* BrokerUnavailable as lost:
+        log.debug("chore.ended", reason=str(lost.exceptions[0]))
