@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from qworker.errors import JobError, JobFailed, QworkerError, JOB_ERRORS
+from qworker.errors import JOB_ERRORS, JobError, JobFailed, QworkerError
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
@@ -24,7 +23,8 @@ class Tensor:
     """A named array with its Open Inference datatype.
 
     ``array`` is C-contiguous, little-endian. BYTES is an object array of ``bytes``; BF16 is a uint16
-    array that holds the raw two bytes of each value (numpy has no bfloat16).
+    array that holds the raw two bytes of each value (numpy has no bfloat16). An array that was decoded is
+    a read-only view into the message, and starts wherever the message has it: not always aligned.
     """
 
     name: str
