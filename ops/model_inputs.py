@@ -155,30 +155,38 @@ _FILES: tuple[tuple[str, int, str], ...] = (
     (
         "python",
         143,
-        "import os\nfrom pathlib import Path\n\n\ndef size_of(folder: Path) -> int:\n"
-        '    """Bytes of all files below a folder."""\n    total = 0\n    for name in os.listdir(folder):\n'
-        "        path = folder / name\n        if path.is_dir():\n            total += size_of(path)\n"
-        "        else:\n            total += path.stat().st_size\n    return total\n\n\n"
-        'if __name__ == "__main__":\n    print(size_of(Path.cwd()))\n',
+        (
+            "import os\nfrom pathlib import Path\n\n\ndef size_of(folder: Path) -> int:\n"
+            '    """Bytes of all files below a folder."""\n    total = 0\n    for name in os.listdir(folder):\n'
+            "        path = folder / name\n        if path.is_dir():\n            total += size_of(path)\n"
+            "        else:\n            total += path.stat().st_size\n    return total\n\n\n"
+            'if __name__ == "__main__":\n    print(size_of(Path.cwd()))\n'
+        ),
     ),
     (
         "json",
         87,
-        '{\n  "name": "orders",\n  "version": 3,\n  "fields": [\n    {"id": 1, "type": "string", "null": false},\n'
-        '    {"id": 2, "type": "number", "null": true}\n  ],\n  "owner": {"team": "sales", "since": 2019}\n}\n',
+        (
+            '{\n  "name": "orders",\n  "version": 3,\n  "fields": [\n    {"id": 1, "type": "string", "null": false},\n'
+            '    {"id": 2, "type": "number", "null": true}\n  ],\n  "owner": {"team": "sales", "since": 2019}\n}\n'
+        ),
     ),
     (
         "html",
         71,
-        '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>Tides</title></head>\n<body>\n'
-        "<h1>Tides</h1>\n<p>High water is at <b>11:40</b>.</p>\n<ul><li>Monday</li><li>Tuesday</li></ul>\n"
-        "</body>\n</html>\n",
+        (
+            '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>Tides</title></head>\n<body>\n'
+            "<h1>Tides</h1>\n<p>High water is at <b>11:40</b>.</p>\n<ul><li>Monday</li><li>Tuesday</li></ul>\n"
+            "</body>\n</html>\n"
+        ),
     ),
     (
         "shell",
         161,
-        '#!/bin/sh\nset -eu\nfor f in *.log; do\n  if [ -s "$f" ]; then\n    gzip -9 "$f" && echo "packed $f"\n'
-        "  fi\ndone\nexit 0\n",
+        (
+            '#!/bin/sh\nset -eu\nfor f in *.log; do\n  if [ -s "$f" ]; then\n    gzip -9 "$f" && echo "packed $f"\n'
+            "  fi\ndone\nexit 0\n"
+        ),
     ),
 )
 """A file's kind, its place among the model's labels, and its text."""

