@@ -188,7 +188,10 @@ def _decode(decoder: _Decoder[_Form], encoded: bytes | Raw, where: str, kind: Ki
     try:
         return decoder.decode(encoded)
     except msgspec.ValidationError as exc:  # says types and field paths only
-        raise InvalidInput(f"{where} does not fit: {exc}: see schemas/README.md for the fields") from exc
+        hint = "see schemas/README.md for the fields"
+        if "`$" not in str(exc) and "got" in str(exc):  # not even a map
+            hint = "send one map of fields, and say in content_type what it is"
+        raise InvalidInput(f"{where} does not fit {kind}: {exc}: {hint}") from exc
     except msgspec.DecodeError as exc:
         found = _SAFE_ERROR.search(str(exc))  # the rest may quote a byte of the body
         detail = f" ({found[0]})" if found else ""

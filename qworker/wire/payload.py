@@ -26,6 +26,7 @@ _BIN_HEADER = {0xC4: 2, 0xC5: 3, 0xC6: 5}
 _ARRAY_HEADER = {0xDC: 3, 0xDD: 5}
 _BYTES_LIST = msgspec.msgpack.Decoder(list[bytes])
 _JSON_OPENING = re.compile(rb"\s*\[\s*(\[)?")
+_JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 _EMPTY_JSON_BYTES = 64 << 10
 
 Shape = tuple[int, ...]
@@ -120,10 +121,12 @@ def _check_json_count(where: str, datatype: str, shape: Shape, count: int, text:
     if count == 0:
         if len(text) > _EMPTY_JSON_BYTES:
             raise InvalidInput(f"{where}: the shape {list(shape)} has no elements; found some data: send an empty list")
-    elif datatype != BYTES:  # in text, commas do not only stand between elements
-        commas = text.count(b",")
-        found = commas + 1 if commas or text.strip(b"[] \t\r\n") else 0
-        _same_count(where, shape, count, found)
+        return
+    if datatype == BYTES:  # in text, commas do not only stand between elements
+        text = _JSON_STRING.sub(b"s", text)
+    commas = text.count(b",")
+    found = commas + 1 if commas or text.strip(b"[] \t\r\n") else 0
+    _same_count(where, shape, count, found)
 
 
 def _parse_json(where: str, datatype: str, depth: int, text: bytes, nulls: bool) -> Any:
