@@ -1,0 +1,94 @@
+"""The client as a caller meets it: made from a URL. A composition root beside ``app``, without the worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qworker.broker.aio_pika_session import DEFAULT_MAX_MESSAGE_BYTES, AioPikaConnector
+from qworker.broker.base import Connector
+from qworker.client.client import Client as _Client
+from qworker.client.replies import Reply, ReplyQueue
+from qworker.client.sync import SyncClient as _SyncClient
+from qworker.config import Settings
+
+__all__ = ["Client", "Reply", "ReplyQueue", "SyncClient", "client_for", "connector_for"]
+
+
+class Client(_Client):
+    """A caller's connection to the workers behind one RabbitMQ.
+
+    ``Client("amqp://user:password@host/vhost")`` for most; ``username_file`` and ``password_file`` for
+    mounted secrets; ``connector`` for another implementation of the broker contract (it brings its own settings).
+    ``max_body`` must not exceed the broker's ``max_message_size``.
+    """
+
+    def __init__(
+        self,
+        url: str = "",
+        *,
+        connector: Connector | None = None,
+        username_file: Path | None = None,
+        password_file: Path | None = None,
+        max_body: int = DEFAULT_MAX_MESSAGE_BYTES,
+    ) -> None:
+        if bool(url) == (connector is not None):
+            raise TypeError("expected Client(url) or Client(connector=...), one of the two")
+        super().__init__(
+            connector
+            or AioPikaConnector(
+                url,
+                username_file=username_file,
+                password_file=password_file,
+                name="qworker-client",
+                max_message_bytes=max_body,
+            )
+        )
+
+    async def __aenter__(self) -> Client:
+        await super().__aenter__()
+        return self
+
+
+class SyncClient(_SyncClient):
+    """``Client`` for code without asyncio: ``with SyncClient(url) as c: c.call(...)``, from any thread."""
+
+    def __init__(
+        self,
+        url: str = "",
+        *,
+        connector: Connector | None = None,
+        username_file: Path | None = None,
+        password_file: Path | None = None,
+        max_body: int = DEFAULT_MAX_MESSAGE_BYTES,
+    ) -> None:
+        super().__init__(
+            Client(
+                url,
+                connector=connector,
+                username_file=username_file,
+                password_file=password_file,
+                max_body=max_body,
+            )
+        )
+
+    def __enter__(self) -> SyncClient:
+        super().__enter__()
+        return self
+
+
+def connector_for(settings: Settings, name: str = "qworker-client") -> Connector:
+    """The broker of these settings; ``name`` is what the broker's list of connections shows."""
+    return AioPikaConnector(
+        settings.broker_url,
+        username_file=settings.broker_username_file,
+        password_file=settings.broker_password_file,
+        name=name,
+        heartbeat=settings.heartbeat,
+        confirm_timeout=settings.confirm_timeout,
+        max_message_bytes=int(settings.max_body),
+    )
+
+
+def client_for(settings: Settings) -> Client:
+    """A client of the broker of these settings."""
+    return Client(connector=connector_for(settings))

@@ -1,0 +1,257 @@
+"""Publish jobs and wait for their results.
+
+A call travels with direct reply-to: no queue is declared for it, and its reply is matched by the job's
+id. Such replies are delivered at most once; a result that must survive the caller belongs in a named
+queue (``Client.reply_queue``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+from uuid import uuid4
+
+from qworker.broker.base import Connector, Properties, Session
+from qworker.client.link import Link
+from qworker.client.replies import ReplyQueue, read_reply
+from qworker.errors import BrokerUnavailable, CallTimeout
+from qworker.wire.codec import encode_job
+from qworker.wire.datatypes import tensor
+from qworker.wire.messages import MSGPACK, Job, Result, Tensor
+from qworker.wire.names import check_model_id
+from qworker.wire.topology import JOBS
+
+DEADLINE_HEADER = "x-deadline"
+PUBLISHED_HEADER = "x-published"
+"""Both in unix milliseconds: AMQP's own timestamp has whole seconds only."""
+
+_Answer = tuple[bytes, str | None] | BrokerUnavailable
+"""What ends a wait: the reply's body and content type, or the loss of the connection."""
+
+
+class Client:
+    """A caller's connection to the workers; ``async with`` opens and closes it.
+
+    Any number of tasks may call at once. A lost connection is reopened by itself.
+    """
+
+    def __init__(self, connector: Connector) -> None:
+        # Written by ``_request`` alone (on_reply and on_lost only complete the futures).
+        self._waiting: dict[str, asyncio.Future[_Answer]] = {}
+        self._reply_queues: set[ReplyQueue] = set()
+        self._dropped_replies = 0
+        self._tasks = asyncio.TaskGroup()
+        self._watcher: asyncio.Task[None] | None = None
+        self._link = Link(
+            connector, on_reply=self._take_reply, on_lost=self._fail_waiting, on_reopened=self._subscribe_again
+        )
+
+    async def __aenter__(self) -> Client:
+        await self._link.open()
+        await self._tasks.__aenter__()
+        self._watcher = self._tasks.create_task(self._link.watch(), name="qworker-client-watch")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._fail_waiting(BrokerUnavailable("the client was closed while the call was waiting"))
+        try:
+            await self._link.close()
+        finally:
+            # Only a cancellation is the group's business: an error of the caller's must not come out wrapped.
+            cancelled = (kind, exc, trace) if isinstance(exc, asyncio.CancelledError) else (None, None, None)
+            await self._tasks.__aexit__(*cancelled)
+
+    @property
+    def dropped_replies(self) -> int:
+        """Replies that nobody waited for: late ones, duplicates and strays."""
+        return self._dropped_replies
+
+    @property
+    def calls_in_flight(self) -> int:
+        """Calls that wait for their reply now."""
+        return len(self._waiting)
+
+    async def call(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        timeout: float | None = 30.0,  # noqa: ASYNC109 - it is the job's deadline as well
+        version: str | None = None,
+        outputs: Sequence[str] = (),
+        parameters: Mapping[str, Any] | None = None,
+        priority: int | None = None,
+        deadline: float | None = None,
+        content_type: str = MSGPACK,
+        retry: bool = False,
+    ) -> Result:
+        """Run ``model`` once on ``inputs`` (name → array-like) and return its result.
+
+        A value is a numpy array, nested lists, text or bytes (BYTES), or a ``Tensor`` that says its datatype.
+        ``timeout`` is in seconds and also tells the workers when to drop the job; ``deadline`` (unix
+        seconds) replaces that. With ``retry`` a job whose connection was lost is published again, under
+        the same id: it may then run twice.
+
+        Raises InvalidInput, UnknownModel, ModelUnavailable, JobFailed and the other job errors as the
+        worker says; CallTimeout; BrokerUnavailable; MessageTooLarge and other PublishFailed.
+        """
+        job = _job(model, inputs, version, outputs, parameters)
+        body = encode_job(job, content_type)
+        now = time.time()
+        if deadline is None and timeout is not None:
+            deadline = now + timeout
+        properties = _envelope(job.id, content_type, now, deadline, priority)
+        limit = asyncio.timeout(timeout)
+        try:
+            async with limit:
+                reply = await self._request(job, body, properties, retry=retry)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self._timed_out(job, timeout) from None
+        return read_reply(*reply).result()
+
+    async def publish(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        reply_to: str | None = None,
+        correlation_id: str | None = None,
+        timeout: float | None = 30.0,  # noqa: ASYNC109 - waits for a connection too
+        version: str | None = None,
+        outputs: Sequence[str] = (),
+        parameters: Mapping[str, Any] | None = None,
+        priority: int | None = None,
+        deadline: float | None = None,
+        content_type: str = MSGPACK,
+    ) -> str:
+        """Publish a job and return its id once the broker has it on disk.
+
+        The result goes to the queue ``reply_to`` (see ``reply_queue``), or without one to the exchange
+        ``qworker.results`` under the model's id. ``timeout`` limits the publishing, not the job;
+        ``deadline`` (unix seconds) limits the job. Raises BrokerUnavailable, PublishFailed.
+        """
+        job = _job(model, inputs, version, outputs, parameters)
+        body = encode_job(job, content_type)
+        properties = _envelope(job.id, content_type, time.time(), deadline, priority, reply_to, correlation_id)
+        limit = asyncio.timeout(timeout)
+        try:
+            async with limit:
+                session, _ = await self._link.ready()
+                await session.publish(JOBS, model, body, properties)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise BrokerUnavailable(
+                f"the broker did not take job {job.id} for {model} within {timeout:g} s ({self._why_waiting()}); "
+                "it may still run"
+            ) from None
+        return job.id
+
+    def reply_queue(self, name: str | None = None, *, durable: bool = False, prefetch: int = 100) -> ReplyQueue:
+        """A queue of the caller's own for results, to be entered with ``async with`` and iterated.
+
+        Without ``durable`` it is exclusive and goes with the connection; a durable one outlives its
+        readers and needs a name.
+        """
+        return ReplyQueue(self._link, self._reply_queues, name=name, durable=durable, prefetch=prefetch)
+
+    async def _request(self, job: Job, body: bytes, properties: Properties, *, retry: bool) -> tuple[bytes, str | None]:
+        while True:
+            waiter: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+            self._waiting[job.id] = waiter
+            try:
+                _, rpc = await self._link.ready()
+                await rpc.publish(JOBS, job.model, body, properties)
+                answer = await waiter
+                if not isinstance(answer, BrokerUnavailable):
+                    return answer
+                lost = answer
+            except BrokerUnavailable as exc:
+                lost = exc
+            finally:
+                del self._waiting[job.id]
+            if not retry or self._link.closed:
+                raise BrokerUnavailable(
+                    f"the connection was lost before job {job.id} for {job.model} was answered ({lost}); the job may "
+                    "still run, but its reply cannot reach this client any more: call again, or pass retry=True"
+                ) from lost
+
+    def _take_reply(self, body: bytes, properties: Properties) -> None:
+        waiter = self._waiting.get(properties.correlation_id or "")
+        if waiter is None or waiter.done():
+            self._dropped_replies += 1
+        else:
+            waiter.set_result((body, properties.content_type))
+
+    def _fail_waiting(self, lost: BrokerUnavailable) -> None:
+        for waiter in self._waiting.values():
+            if not waiter.done():
+                waiter.set_result(lost)
+
+    async def _subscribe_again(self, session: Session) -> None:
+        for replies in list(self._reply_queues):
+            await replies.subscribe(session)
+
+    def _timed_out(self, job: Job, timeout: float | None) -> CallTimeout | BrokerUnavailable:
+        if self._link.trouble is not None:
+            return BrokerUnavailable(f"no reply from {job.model} within {timeout:g} s: {self._why_waiting()}")
+        return CallTimeout(
+            f"no reply from {job.model} within {timeout:g} s (job {job.id}); it may still run. Check that a worker "
+            "serves this store (`qworker models list`, `qworker doctor`), and allow for the model's load time: a "
+            "cold model loads first"
+        )
+
+    def _why_waiting(self) -> str:
+        return str(self._link.trouble or "connected, but no confirm came")
+
+
+def _job(
+    model: str,
+    inputs: Mapping[str, Any],
+    version: str | None,
+    outputs: Sequence[str],
+    parameters: Mapping[str, Any] | None,
+) -> Job:
+    check_model_id(model)  # it becomes a routing key, and the worker's answer would come a round trip later
+    tensors = tuple(_named(name, value) for name, value in inputs.items())
+    return Job(str(uuid4()), model, tensors, version, tuple(outputs), dict(parameters or {}))
+
+
+def _named(name: str, value: Any) -> Tensor:
+    """A Tensor as it is (under the mapping's name), anything else by its numpy dtype."""
+    if isinstance(value, Tensor):
+        return value if value.name == name else Tensor(name, value.datatype, value.array)
+    return tensor(name, value)
+
+
+def _envelope(
+    job_id: str,
+    content_type: str,
+    now: float,
+    deadline: float | None,
+    priority: int | None,
+    reply_to: str | None = None,
+    correlation_id: str | None = None,
+) -> Properties:
+    headers = {PUBLISHED_HEADER: int(now * 1000)}
+    if deadline is not None:
+        headers[DEADLINE_HEADER] = int(deadline * 1000)
+    return Properties(
+        message_id=job_id,
+        correlation_id=correlation_id or job_id,
+        reply_to=reply_to,
+        content_type=content_type,
+        timestamp_ms=int(now * 1000),
+        priority=priority,
+        persistent=True,
+        headers=headers,
+    )

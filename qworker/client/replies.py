@@ -1,0 +1,112 @@
+"""Results that arrive in a queue of the caller's own."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import TracebackType
+from uuid import uuid4
+
+from qworker.broker.base import Consumer, Delivery, Session
+from qworker.client.link import Link
+from qworker.errors import InvalidInput, JobFailed
+from qworker.wire.codec import decode_reply
+from qworker.wire.messages import Failure, Result
+from qworker.wire.topology import Queue
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer: a result or a failure, and the correlation id that the job was published with."""
+
+    outcome: Result | Failure
+    correlation_id: str | None = None
+
+    def result(self) -> Result:
+        """The result; raises the failure's error if it is one."""
+        if isinstance(self.outcome, Failure):
+            raise self.outcome.error()
+        return self.outcome
+
+
+def read_reply(body: bytes, content_type: str | None, correlation_id: str | None = None) -> Reply:
+    """Decode an answer. Raises JobFailed("bad_reply") when it is none."""
+    try:
+        return Reply(decode_reply(body, content_type), correlation_id)
+    except InvalidInput as exc:
+        raise JobFailed(
+            "bad_reply", f"the reply is not a result or a failure ({exc}); is something else answering these jobs?"
+        ) from exc
+
+
+class ReplyQueue:
+    """An async iterator over the answers in one queue; delivers each at least once.
+
+    A reply is acknowledged when the next one is asked for, or when the block ends without an error: what
+    was not yet dealt with comes again. After a lost connection it subscribes again by itself; answers that
+    were lost with an exclusive queue do not come back.
+    """
+
+    def __init__(
+        self, link: Link, registry: set[ReplyQueue], *, name: str | None, durable: bool, prefetch: int
+    ) -> None:
+        if durable and not name:
+            raise ValueError("a durable reply queue needs a name: another reader must be able to find it")
+        self.name = name or f"qworker.replies.{uuid4().hex}"
+        self._durable = durable
+        self._prefetch = prefetch
+        self._link = link
+        self._registry = registry
+        self._arrived: asyncio.Queue[Delivery] = asyncio.Queue()
+        self._in_hand: Delivery | None = None
+        self._consumer: Consumer | None = None
+
+    async def __aenter__(self) -> ReplyQueue:
+        session, _ = await self._link.ready()
+        await self.subscribe(session)
+        self._registry.add(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._registry.discard(self)
+        if kind is None:
+            await self._settle()
+        if self._consumer is not None:
+            await self._consumer.close()
+
+    async def subscribe(self, session: Session) -> None:
+        """Declare the queue and consume it on ``session``; called again for each new session."""
+        # What came over the former session comes again, so it is forgotten here.
+        self._in_hand = None
+        while not self._arrived.empty():
+            self._arrived.get_nowait()
+        await session.declare(
+            Queue(
+                self.name,
+                durable=self._durable,
+                exclusive=not self._durable,
+                auto_delete=not self._durable,
+                arguments={"x-queue-type": "quorum" if self._durable else "classic"},
+            )
+        )
+        self._consumer = await session.consume(self.name, self._arrived.put_nowait, prefetch=self._prefetch)
+
+    def __aiter__(self) -> ReplyQueue:
+        return self
+
+    async def __anext__(self) -> Reply:
+        return await self.receive()
+
+    async def receive(self) -> Reply:
+        """The next answer; waits for it. Raises JobFailed("bad_reply") for a message that is none."""
+        await self._settle()
+        self._in_hand = delivery = await self._arrived.get()
+        properties = delivery.properties
+        return read_reply(delivery.body, properties.content_type, properties.correlation_id)
+
+    async def _settle(self) -> None:
+        delivery, self._in_hand = self._in_hand, None
+        if delivery is not None:
+            await delivery.ack()
