@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,3 +41,18 @@ def _malloc_trim() -> Any | None:
         return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):
         return None
+
+
+def reset_peak() -> None:
+    """Let ``peak_bytes`` count from now. Where the system does not allow it, the peak is the process's."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """The most that this process has held since ``reset_peak``."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -27,7 +27,7 @@ from qworker.engine.base import Engine, ModelSource
 from qworker.errors import InferenceFailed, InvalidInput, LoadFailed
 from qworker.wire.datatypes import BYTES, bytes_array, datatype_of
 from qworker.wire.messages import Tensor
-from qworker.wire.signature import Dim, Signature, TensorSpec
+from qworker.wire.signature import Dim, Signature, TensorSpec, check_outputs
 
 # by name: the library has no types worth checking against
 ort: Final = import_module("onnxruntime")
@@ -148,12 +148,7 @@ class OnnxEngine:
     def _wanted(self, outputs: Sequence[str]) -> list[str]:
         if not outputs:
             return list(self._output_names)
-        unknown = sorted(set(outputs) - set(self._output_names))
-        if unknown:
-            raise InvalidInput(
-                f"expected outputs among {', '.join(self._output_names)}; found {', '.join(unknown)}: "
-                "ask for outputs that the model has"
-            )
+        check_outputs(self._signature, outputs)
         return [name for name in self._output_names if name in outputs]
 
 

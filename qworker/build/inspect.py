@@ -1,0 +1,110 @@
+"""What an ONNX file says of itself that onnxruntime does not tell: its external weights, and which of its
+tensors declare no rank (a session shows them like scalars)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from qworker.errors import ModelRefused
+
+onnx: Final = import_module("onnx")
+protobuf: Final = import_module("google.protobuf.message")
+
+_MERGE: Final = "onnx.save(onnx.load(PATH), NEW, save_as_external_data=True, all_tensors_to_one_file=True)"
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """``external``: names of the files beside the model that hold weights. ``rankless``: tensors."""
+
+    external: tuple[str, ...]
+    rankless: frozenset[str]
+
+
+def inspect(path: Path) -> Inspected:
+    """Read the structure of a model. Raises ModelRefused when the file is no ONNX model."""
+    model = _read(path)
+    external = sorted({_location(tensor) for tensor in _tensors(model) if _is_external(tensor)})
+    for name in external:
+        _check_location(name)
+    values = [*model.graph.input, *model.graph.output]
+    rankless = {
+        value.name
+        for value in values
+        if value.type.WhichOneof("value") == "tensor_type" and not value.type.tensor_type.HasField("shape")
+    }
+    return Inspected(tuple(external), frozenset(rankless))
+
+
+def _read(path: Path) -> Any:
+    try:
+        if path.stat().st_size == 0:
+            raise ModelRefused(f"{path} is empty: export the model again")
+        model = onnx.load(str(path), format="protobuf", load_external_data=False)
+    except OSError as exc:
+        raise ModelRefused(f"{path} cannot be read: {exc.strerror or exc}: check the path and its rights") from exc
+    except (protobuf.DecodeError, ValueError) as exc:
+        raise ModelRefused(_no_model(path)) from exc
+    if not model.HasField("graph"):
+        raise ModelRefused(_no_model(path))
+    return model
+
+
+def _no_model(path: Path) -> str:
+    with path.open("rb") as file:
+        kind = _kind(file.read(64))
+    return f"{path} is not an ONNX model ({kind}): export it again, or copy it again if it was cut off"
+
+
+def _kind(start: bytes) -> str:
+    text = start.lstrip().lower()
+    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "it is a web page"
+    if text.startswith(b"version https://git-lfs"):
+        return "it is a Git LFS pointer, run `git lfs pull`"
+    if start.startswith(b"PK\x03\x04"):
+        return "it is a zip archive or a PyTorch file"
+    if start[4:8] == b"ORTM":
+        return "it is in onnxruntime's own format, which other versions cannot read"
+    return f"it starts with {start[:8]!r}"
+
+
+def _tensors(model: Any) -> Iterator[Any]:
+    yield from _graph_tensors(model.graph)
+    for function in model.functions:
+        yield from _node_tensors(function.node)
+
+
+def _graph_tensors(graph: Any) -> Iterator[Any]:
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    yield from _node_tensors(graph.node)
+
+
+def _node_tensors(nodes: Any) -> Iterator[Any]:
+    for node in nodes:
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for graph in (attribute.g, *attribute.graphs):
+                yield from _graph_tensors(graph)
+
+
+def _is_external(tensor: Any) -> bool:
+    return bool(tensor.data_location == onnx.TensorProto.EXTERNAL)
+
+
+def _location(tensor: Any) -> str:
+    return next((str(entry.value) for entry in tensor.external_data if entry.key == "location"), "")
+
+
+def _check_location(name: str) -> None:
+    if not name or name.startswith(".") or "/" in name or "\\" in name:
+        raise ModelRefused(
+            f"the model keeps weights in {name!r}; they must lie beside it under a plain name: "
+            f"put them into one file with {_MERGE}"
+        )

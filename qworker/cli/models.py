@@ -1,0 +1,246 @@
+"""``qworker models``: what the store has, and putting models into it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from qworker.config import Settings, load_settings
+from qworker.errors import QworkerError
+from qworker.store.card import Card, TensorEntry
+from qworker.store.local import LocalStore
+
+_T = TypeVar("_T")
+
+group = typer.Typer(name="models", help="Put models into the store, list and remove them.", no_args_is_help=True)
+
+Store = Annotated[str | None, typer.Option(help="Folder of the cold store [QWORKER_STORE]")]
+Config = Annotated[Path | None, typer.Option("--config", help="TOML file with settings [QWORKER_CONFIG]")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model's id.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group ``models`` to the command line."""
+    app.add_typer(group)
+
+
+@group.command("register")
+def register_models(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="An .onnx file, or a folder with model.onnx in it.")
+    ],
+    model_id: Annotated[
+        str | None, typer.Option("--id", help="The model's id; made of the name when left out.")
+    ] = None,
+    version: Annotated[str | None, typer.Option("--version", help="The next number when left out.")] = None,
+    sample: Annotated[
+        Path | None, typer.Option("--sample", metavar="FILE.npz", help="Inputs to warm up on, by their names.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that loading and running once may take.")] = 300.0,
+    store: Store = None,
+    broker: Annotated[
+        str | None, typer.Option(help="Also declare the models' queues there, so that jobs are kept [QWORKER_BROKER]")
+    ] = None,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Load each model once in a process of its own, measure it, and put it into the store.
+
+    One that is refused does not stop the others. Exit codes: 0 all are in the store (and their queues are
+    declared, where a broker is given), 1 some are not, 2 wrong usage.
+    """
+    if len(paths) > 1 and (model_id is not None or sample is not None):
+        raise typer.BadParameter("--id and --sample are for one PATH: register the models one by one")
+    settings = _or_fail(lambda: load_settings({"store": store, "broker": broker}, config))
+    from qworker.build.register import register as put_in  # here: it imports onnx, which takes a while
+
+    local = LocalStore(settings.store)
+    cards: list[Card] = []
+    outcomes: list[dict[str, Any]] = []
+    for path in paths:
+        try:
+            card = put_in(local, path, model_id, version, sample, timeout=timeout, say=_say)
+        except QworkerError as exc:
+            _complain(f"{path}: {exc}")
+            outcomes.append({"path": str(path), "error": {"code": exc.code, "message": str(exc)}})
+        else:
+            cards.append(card)
+            outcomes.append({"path": str(path), "model": card.model, "version": card.version})
+    if as_json:
+        _print_json(outcomes)
+    elif cards:
+        _print_cards(cards)
+    declared = _declare(settings, cards)
+    if len(cards) < len(paths) or not declared:
+        raise typer.Exit(1)
+
+
+@group.command("list")
+def list_models(store: Store = None, config: Config = None, as_json: AsJson = False) -> None:
+    """List the models of the store, with the version that jobs get."""
+    local = _store(store, config)
+    cards: list[Card] = []
+    broken: list[str] = []
+    for model in _or_fail(local.models):
+        try:
+            cards.append(local.card(model))
+        except QworkerError as exc:
+            _complain(f"{model}: {exc}")
+            broken.append(model)
+    if as_json:
+        _print_json([_summary(card) for card in cards])
+    elif cards:
+        _print_cards(cards)
+    elif not broken:
+        _say(f"the store {local.root} has no models: put some in with `qworker models register`")
+    if broken:
+        raise typer.Exit(1)
+
+
+@group.command("show")
+def show_model(
+    model: Model,
+    version: Annotated[str | None, typer.Option("--version", help="The default one when left out.")] = None,
+    store: Store = None,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one model's card: what it takes and gives, and what was measured."""
+    local = _store(store, config)
+    card = _or_fail(lambda: local.card(model, version))
+    versions = _or_fail(lambda: local.versions(model))
+    if as_json:
+        _print_json({**card.model_dump(mode="json"), "versions": versions})
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in (
+        ("model", f"{card.model}, version {card.version} (has {', '.join(versions)}; default {versions[-1]})"),
+        ("files", "\n".join(f"{file.name}  {_size(file.nbytes)}  sha256 {file.sha256}" for file in card.files)),
+        ("inputs", "\n".join(map(_tensor, card.inputs)) or "none"),
+        ("outputs", "\n".join(map(_tensor, card.outputs))),
+        ("in memory", _size(card.resident_bytes)),
+        ("while loading", "not measured" if card.peak_bytes is None else _size(card.peak_bytes)),
+        ("load", f"{card.load_seconds:.3f} s"),
+        ("warm-up", card.sample or "none: no made-up input suits this model, give a --sample"),
+        ("measured by", f"{card.runtime}, {card.created:%Y-%m-%d %H:%M:%S %Z}"),
+    ):
+        table.add_row(f"[bold]{name}[/bold]", _plain(value))
+    _console().print(table)
+
+
+@group.command("remove")
+def remove_model(
+    model: Model,
+    version: Annotated[str | None, typer.Option("--version", help="Only this version.")] = None,
+    store: Store = None,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove a model from the store. Workers that have it loaded keep it; its queue on the broker stays."""
+    local = _store(store, config)
+    removed = _or_fail(lambda: local.remove(model, version))
+    if as_json:
+        _print_json({"model": model, "removed": removed})
+    else:
+        _say(f"removed {model}, version {', '.join(removed)}")
+
+
+# --- inside -------------------------------------------------------------------------------------
+
+
+def _store(store: str | None, config: Path | None) -> LocalStore:
+    return LocalStore(_or_fail(lambda: load_settings({"store": store}, config)).store)
+
+
+def _declare(settings: Settings, cards: Sequence[Card]) -> bool:
+    """Declare the models' queues where a broker was named; False when that failed."""
+    if not cards or "broker" not in settings.sources:
+        return True
+    from qworker.app import declare_models  # here: only this needs the AMQP library
+
+    models = sorted({card.model for card in cards})
+    try:
+        asyncio.run(declare_models(settings.broker_url, models, settings.queue_type))
+    except QworkerError as exc:
+        _complain(f"the models are in the store, but their queues could not be declared: {exc}")
+        return False
+    _say(f"declared the queues of {', '.join(models)}")
+    return True
+
+
+def _summary(card: Card) -> dict[str, Any]:
+    wanted = {"model", "version", "backend", "resident_bytes", "peak_bytes", "load_seconds", "warmed", "created"}
+    return {**card.model_dump(mode="json", include=wanted), "file_bytes": sum(file.nbytes for file in card.files)}
+
+
+def _print_cards(cards: Sequence[Card]) -> None:
+    table = Table()
+    for name in ("model", "version", "inputs", "outputs"):
+        table.add_column(name, overflow="fold")
+    for name in ("files", "in memory", "load"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for card in cards:
+        table.add_row(
+            _plain(card.model),
+            _plain(card.version),
+            _plain("\n".join(map(_tensor, card.inputs))),
+            _plain("\n".join(map(_tensor, card.outputs))),
+            _size(sum(file.nbytes for file in card.files)),
+            _size(card.resident_bytes),
+            f"{card.load_seconds:.3f} s",
+        )
+    _console().print(table)
+
+
+def _tensor(entry: TensorEntry) -> str:
+    if entry.shape is None:
+        return f"{entry.name} {entry.datatype} of any rank"
+    words = ("?" if dim is None else str(dim) for dim in entry.shape)
+    dims = ",".join(word if len(word) <= 20 else f"{word[:17]}..." for word in words)
+    return f"{entry.name} {entry.datatype}[{dims}]"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.1f} MiB" if nbytes >= 100 << 10 else f"{nbytes / (1 << 10):,.1f} KiB"
+
+
+def _plain(text: str) -> Text:
+    return Text(text)  # names of tensors may look like markup
+
+
+def _console() -> Console:
+    return Console(soft_wrap=not sys.stdout.isatty())
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def _complain(line: str) -> None:
+    sys.stderr.write(f"error: {line}\n")
+
+
+def _or_fail(work: Callable[[], _T]) -> _T:
+    try:
+        return work()
+    except QworkerError as exc:
+        _fail(exc)
+
+
+def _fail(error: QworkerError) -> NoReturn:
+    _complain(str(error))
+    raise typer.Exit(1)
