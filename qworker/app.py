@@ -10,9 +10,8 @@ from pathlib import Path
 
 import structlog
 
+from qworker.api import connector_for
 from qworker.broker.aio_pika_session import AioPikaConnector
-from qworker.broker.base import Connector
-from qworker.broker.url import broker_url
 from qworker.config import Settings
 from qworker.engine.onnx import OnnxBackend
 from qworker.store.local import LocalStore
@@ -23,19 +22,11 @@ from qworker.worker.worker import Worker
 log = structlog.get_logger(__name__)
 
 
-def connector(settings: Settings) -> Connector:
-    """The broker of these settings."""
-    url = broker_url(settings.broker_url, settings.broker_username_file, settings.broker_password_file)
-    return AioPikaConnector(
-        url, heartbeat=settings.heartbeat, confirm_timeout=settings.confirm_timeout, name=settings.name
-    )
-
-
 async def run_worker(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; a second signal ends the process at once."""
     worker = Worker(
         settings,
-        connector(settings),
+        connector_for(settings, settings.name),
         LocalStore(Path(settings.store)),
         OnnxBackend(threads=settings.intra_op_threads),
     )
@@ -62,8 +53,5 @@ async def declare_models(broker: str, models: Sequence[str], queue_type: QueueTy
     entities: list[Entity] = list(static_topology(queue_type))
     for model in models:
         entities += lane_topology("jobs", model, queue_type)
-    session = await AioPikaConnector(broker, name="qworker-register").connect()
-    try:
+    async with await AioPikaConnector(broker, name="qworker-register").connect() as session:
         await session.declare(*entities)
-    finally:
-        await session.__aexit__(None, None, None)

@@ -47,6 +47,7 @@ BATCH_LANE_LOOK = 5.0
 RECLAIM_PAUSE = 0.5
 """The broker needs a moment to see that our former connection is dead and to free its lease."""
 REFUSING_LOOK = 0.2
+LOOKS, LOOK_PAUSE = 4, 0.03
 LANES: tuple[Lane, ...] = ("jobs", "batch")
 
 
@@ -169,6 +170,11 @@ class HotModel:
         return Outcome.OK
 
     async def _look(self) -> Outcome:
+        """A job is routed before it is enqueued, and its hint can overtake it: so look a few times."""
+        for _ in range(LOOKS - 1):
+            if await self._jobs_ready() is Outcome.READY:
+                return Outcome.READY
+            await asyncio.sleep(LOOK_PAUSE)
         return await self._jobs_ready()
 
     async def _load(self) -> Outcome:

@@ -16,7 +16,7 @@ import structlog
 from qworker.broker.base import Delivery, Session
 from qworker.errors import InvalidInput, StoreError, UnknownModel, Unroutable
 from qworker.telemetry.counters import Counters
-from qworker.wire.names import check_model_id
+from qworker.wire.names import check_model_id, shown
 from qworker.wire.topology import ACTIVATION, BACKLOG, BATCH, REASON_HEADER, UNROUTABLE, Lane, QueueType, lane_topology
 from qworker.worker.registry import Registry
 from qworker.worker.settle import Settler
@@ -94,7 +94,7 @@ class Intake:
             check_model_id(model)
             known = await self._registry.knows(model)
         except InvalidInput as error:
-            await self._settler.settle(session, delivery, model, UnknownModel(str(error)))
+            await self._refuse(session, delivery, str(error))
             return
         except StoreError as error:
             # The store is away: nobody can tell yet. Keep the job; the broker has it back if we end.
@@ -103,12 +103,8 @@ class Intake:
             await delivery.give_back()
             return
         if not known:
-            await self._settler.settle(
-                session,
-                delivery,
-                model,
-                UnknownModel(f"no model '{model}' is registered: register it, or correct the routing key"),
-            )
+            why = f"no model {shown(model)} is registered: register it, or correct the routing key"
+            await self._refuse(session, delivery, why)
             return
         lane: Lane = "batch" if delivery.exchange == BATCH else "jobs"
         await session.declare(*lane_topology(lane, model, self._queue_type))
@@ -121,6 +117,10 @@ class Intake:
             return
         log.info("model.declared", model=model, lane=lane)
         await delivery.ack()
+
+    async def _refuse(self, session: Session, delivery: Delivery, why: str) -> None:
+        job_id = delivery.properties.message_id or ""
+        await self._settler.settle(session, delivery, delivery.routing_key, job_id, UnknownModel(why))
 
 
 def _spawn(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:

@@ -25,8 +25,9 @@ from qworker.worker.hot_zone import Clock, HotZone
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-GROWTH_TOLERANCE = 1.25
-"""A measured size within this factor of the card's is noise: a worker's own traffic moves its RSS."""
+GROWTH_TOLERANCE, GROWTH_SLACK = 1.25, 32 << 20
+"""A measured size within this factor and these bytes of the card's is noise: the worker's own traffic, and
+the library's first use, move its RSS too."""
 
 
 class NoRoom(QworkerError):
@@ -154,7 +155,7 @@ class Loader:
 
     def _check_size(self, card: Card, booked: int, measured: int | None) -> None:
         """Book what was measured where the card said too little; remember it for the next load."""
-        if measured is None or measured <= booked * GROWTH_TOLERANCE + (8 << 20):
+        if measured is None or measured <= booked * GROWTH_TOLERANCE + GROWTH_SLACK:
             return
         self._measured[card.digest] = measured
         log.warning("model.larger_than_card", model=card.model, card_bytes=booked, measured_bytes=measured)

@@ -8,25 +8,24 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import structlog
-
 from qworker.broker.base import Delivery, Session
 from qworker.engine.base import Engine
 from qworker.errors import DeadlineExceeded, InvalidInput, JobError
 from qworker.store.card import Card
-from qworker.wire.codec import decode_job
+from qworker.wire.codec import decode_job, reply_kind
 from qworker.wire.limits import Limits
-from qworker.wire.messages import Job, Result, Tensor
+from qworker.wire.messages import JSON, Job, Result, Tensor
+from qworker.wire.names import shown
 from qworker.wire.signature import Signature, check_inputs, check_outputs
 from qworker.worker.hot_zone import HotZone
 from qworker.worker.settle import Settler
-
-log = structlog.get_logger(__name__)
 
 PUBLISHED_HEADER = "x-published"
 """Unix milliseconds at which the job was published (AMQP's own timestamp has whole seconds only)."""
 DEADLINE_HEADER = "x-deadline"
 """Unix milliseconds after which the job must not run any more."""
+
+BIG_JSON = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,38 +83,47 @@ class Server:
         await self._idle.wait()
 
     async def _answer(self, session: Session, delivery: Delivery) -> None:
+        received = time.time()
+        job_id = delivery.properties.message_id or ""
         try:
             try:
-                verdict: Result | JobError = await self._run(delivery)
+                serving = self._ready_for(delivery, received)
+                job = await self._decode(delivery, job_id)
+                job_id = job.id
+                verdict: Result | JobError = await self._run(job, serving, delivery, received)
             except JobError as error:
                 verdict = error
-            await self._settler.settle(session, delivery, self.model, verdict)
+            await self._settler.settle(session, delivery, self.model, job_id, verdict)
         finally:
             self.in_hand -= 1
             self._zone.finished(self.model)
             if self.in_hand == 0:
                 self._idle.set()
 
-    async def _run(self, delivery: Delivery) -> Result:
-        """The job's result. Raises JobError: its failure."""
-        received = time.time()
+    def _ready_for(self, delivery: Delivery, now: float) -> Serving:
+        """What the job runs on. Raises JobError when it must not run."""
         self._settler.check_attempts(delivery)
         serving = self.serving
         if isinstance(serving, JobError):
             raise serving
         assert serving is not None, "a consumer was started before there was anything to serve"
-        _check_deadline(delivery, received)
-        properties = delivery.properties
-        job = decode_job(
-            delivery.body,
-            properties.content_type,
-            model=self.model,
-            job_id=properties.message_id or "",
-            limits=self._limits,
-        )
+        _check_deadline(delivery, now)
+        return serving
+
+    async def _decode(self, delivery: Delivery, job_id: str) -> Job:
+        body, content_type = delivery.body, delivery.properties.content_type
+
+        def decode() -> Job:
+            return decode_job(body, content_type, model=self.model, job_id=job_id, limits=self._limits)
+
+        if len(body) > BIG_JSON and reply_kind(content_type, body) == JSON:
+            return await asyncio.to_thread(decode)  # numbers as text: about 5 ms a MiB, too long for the loop
+        return decode()
+
+    async def _run(self, job: Job, serving: Serving, delivery: Delivery, received: float) -> Result:
         if job.version not in (None, serving.card.version):
             raise InvalidInput(
-                f"{self.model} serves version {serving.card.version}; the job asks for {job.version}: "
+                f"{self.model} serves version {serving.card.version}; the job asks for {shown(job.version or '')}: "
                 "leave model_version out, or register that version as the newest"
             )
         check_inputs(serving.signature, job.inputs)

@@ -59,8 +59,7 @@ class Sessions:
         Raises BrokerRefused and TopologyMismatch: trying again would not help.
         """
         while True:
-            session = await self._connect()
-            try:
+            async with await self._connect() as session:
                 try:
                     await prepare(session)
                     self._current = session
@@ -68,9 +67,8 @@ class Sessions:
                     await attend(session)
                 except BrokerUnavailable as error:
                     log.warning("broker.lost", reason=str(error))
-            finally:
-                self._current = None
-                await session.__aexit__(None, None, None)
+                finally:
+                    self._current = None
             self._counters.reconnects += 1
 
     async def _connect(self) -> Session:

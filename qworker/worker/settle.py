@@ -6,20 +6,31 @@ is acked. A crash between the two doubles a reply, which its correlation id give
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
 import structlog
 
 from qworker.broker.base import Delivery, Properties, Session
-from qworker.errors import BrokerUnavailable, JobError, PoisonJob, PublishFailed, QworkerError, ResultTooLarge
+from qworker.errors import (
+    BrokerUnavailable,
+    InvalidInput,
+    JobError,
+    PoisonJob,
+    PublishFailed,
+    QworkerError,
+    ResultTooLarge,
+)
 from qworker.policy.outcome import Outcome, ReplyTo, Send, Settle, To, attempts, decide, on_arrival
 from qworker.telemetry.counters import Counters
-from qworker.wire.codec import encode_failure, encode_result
-from qworker.wire.messages import JSON, MSGPACK, Failure, Result
+from qworker.wire.codec import encode_failure, encode_result, reply_kind
+from qworker.wire.messages import JSON, Failure, Result
 from qworker.wire.topology import DEAD, RESULTS
 
 log = structlog.get_logger(__name__)
+
+BIG_JSON_RESULT = 64 << 10
 
 
 class Settler:
@@ -40,13 +51,15 @@ class Settler:
                 "it may be what ends the workers; look at it before you publish it again"
             )
 
-    async def settle(self, session: Session, delivery: Delivery, model: str, verdict: Result | JobError) -> None:
+    async def settle(
+        self, session: Session, delivery: Delivery, model: str, job_id: str, verdict: Result | JobError
+    ) -> None:
         """Answer and settle, once. When the session ends first, the broker has the job back: no harm done."""
         try:
-            error = await self._try(session, delivery, model, verdict)
+            error = await self._try(session, delivery, model, job_id, verdict)
             if error is not None:
                 # The answer did not leave. What to do about that is a decision of its own.
-                error = await self._try(session, delivery, model, error)
+                error = await self._try(session, delivery, model, job_id, error)
             if error is not None:
                 await delivery.reject(requeue=True)
         except BrokerUnavailable as lost:
@@ -54,15 +67,15 @@ class Settler:
             log.info("job.returned", model=model, job_id=delivery.properties.message_id, reason=str(lost))
 
     async def _try(
-        self, session: Session, delivery: Delivery, model: str, verdict: Result | QworkerError
+        self, session: Session, delivery: Delivery, model: str, job_id: str, verdict: Result | QworkerError
     ) -> QworkerError | None:
         """Carry out what the policy decides; the error when a publish of it was not taken."""
         outcome = self._decide(delivery, verdict)
         try:
-            await self._send(session, delivery, model, verdict, outcome)
+            await self._send(session, delivery, model, job_id, verdict, outcome)
             if outcome.dead_letter is not None:
                 await self._dead_letter(session, delivery, model, verdict, outcome.dead_letter)
-        except ResultTooLarge as error:
+        except (ResultTooLarge, InvalidInput) as error:
             return error
         except PublishFailed as error:
             log.warning("reply.failed", model=model, job_id=delivery.properties.message_id, reason=str(error))
@@ -84,31 +97,41 @@ class Settler:
         )
 
     async def _send(
-        self, session: Session, delivery: Delivery, model: str, verdict: Result | QworkerError, outcome: Outcome
+        self,
+        session: Session,
+        delivery: Delivery,
+        model: str,
+        job_id: str,
+        verdict: Result | QworkerError,
+        outcome: Outcome,
     ) -> None:
         if outcome.send is Send.NOTHING:
             return
         asked = delivery.properties
-        content_type = JSON if _is_json(delivery) else MSGPACK
+        content_type = reply_kind(asked.content_type, delivery.body)
         if isinstance(verdict, Result):
-            body = self._encode(verdict, content_type)
+            body = await self._encode(verdict, content_type)
             self._counters.jobs_answered += 1
         else:
-            body = encode_failure(Failure.of(asked.message_id or "", model, verdict), content_type)
+            body = encode_failure(Failure.of(job_id, model, verdict), content_type)
             self._counters.jobs_failed += 1
-            log.info("job.failed", model=model, job_id=asked.message_id, code=verdict.code, reason=str(verdict))
+            log.info("job.failed", model=model, job_id=job_id, code=verdict.code, reason=str(verdict))
         exchange, key = (RESULTS, model) if outcome.to is To.RESULTS else ("", asked.reply_to or "")
         reply = Properties(
-            message_id=asked.message_id,
-            correlation_id=asked.correlation_id or asked.message_id,
+            message_id=job_id or None,
+            correlation_id=asked.correlation_id or job_id or None,
             content_type=content_type,
             timestamp_ms=int(time.time() * 1000),
             persistent=ReplyTo.of(asked.reply_to) is not ReplyTo.DIRECT,
         )
         await session.publish(exchange, key, body, reply, mandatory=outcome.mandatory)
 
-    def _encode(self, result: Result, content_type: str) -> bytes:
-        body = encode_result(result, content_type)
+    async def _encode(self, result: Result, content_type: str) -> bytes:
+        """Raises ResultTooLarge, and InvalidInput for a result that JSON cannot carry."""
+        if content_type == JSON and sum(t.array.nbytes for t in result.outputs) > BIG_JSON_RESULT:
+            body = await asyncio.to_thread(encode_result, result, content_type)
+        else:
+            body = encode_result(result, content_type)
         if len(body) > self._max_body:
             raise ResultTooLarge(
                 f"the result has {len(body)} bytes and a message may have {self._max_body}: "
@@ -145,11 +168,3 @@ class Settler:
             headers=headers,
         )
         await session.publish(DEAD, model, delivery.body, letter)
-
-
-def _is_json(delivery: Delivery) -> bool:
-    """Replies come in kind: JSON for a job that said, or that looks like, JSON."""
-    content_type = delivery.properties.content_type
-    if content_type:
-        return content_type.partition(";")[0].strip().lower() == JSON
-    return delivery.body[:1] == b"{"
