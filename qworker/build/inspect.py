@@ -70,6 +70,8 @@ def _kind(start: bytes) -> str:
         return "it is a zip archive or a PyTorch file"
     if start[4:8] == b"ORTM":
         return "it is in onnxruntime's own format, which other versions cannot read"
+    if start[:1] == b"\x08":  # the field of every ONNX file that comes first, its IR version
+        return "it starts like one, and is cut off or damaged"
     return f"it starts with {start[:8]!r}"
 
 

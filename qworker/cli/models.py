@@ -71,7 +71,7 @@ def register_models(
         try:
             card = put_in(local, path, model_id, version, sample, timeout=timeout, say=_say)
         except QworkerError as exc:
-            _complain(f"{path}: {exc}")
+            _complain(str(exc) if str(path) in str(exc) else f"{path}: {exc}")
             outcomes.append({"path": str(path), "error": {"code": exc.code, "message": str(exc)}})
         else:
             cards.append(card)
@@ -125,7 +125,7 @@ def show_model(
     table = Table(show_header=False, box=None)
     for name, value in (
         ("model", f"{card.model}, version {card.version} (has {', '.join(versions)}; default {versions[-1]})"),
-        ("files", "\n".join(f"{file.name}  {_size(file.nbytes)}  sha256 {file.sha256}" for file in card.files)),
+        ("files", "\n".join(f"{file.name}  {_size(file.nbytes)}  sha256 {file.sha256[:16]}" for file in card.files)),
         ("inputs", "\n".join(map(_tensor, card.inputs)) or "none"),
         ("outputs", "\n".join(map(_tensor, card.outputs))),
         ("in memory", _size(card.resident_bytes)),
@@ -185,16 +185,14 @@ def _summary(card: Card) -> dict[str, Any]:
 
 def _print_cards(cards: Sequence[Card]) -> None:
     table = Table()
-    for name in ("model", "version", "inputs", "outputs"):
-        table.add_column(name, overflow="fold")
+    table.add_column("model", overflow="fold")
+    table.add_column("version", overflow="fold")
     for name in ("files", "in memory", "load"):
         table.add_column(name, justify="right", no_wrap=True)
     for card in cards:
         table.add_row(
             _plain(card.model),
             _plain(card.version),
-            _plain("\n".join(map(_tensor, card.inputs))),
-            _plain("\n".join(map(_tensor, card.outputs))),
             _size(sum(file.nbytes for file in card.files)),
             _size(card.resident_bytes),
             f"{card.load_seconds:.3f} s",
@@ -219,7 +217,7 @@ def _plain(text: str) -> Text:
 
 
 def _console() -> Console:
-    return Console(soft_wrap=not sys.stdout.isatty())
+    return Console(width=None if sys.stdout.isatty() else 160)  # into a file or a pipe: nothing is folded at 80
 
 
 def _print_json(value: object) -> None:

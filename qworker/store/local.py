@@ -11,16 +11,18 @@ root. A version appears by one rename of its finished folder: whoever reads sees
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
 from pydantic import ValidationError
 
-from qworker.errors import CorruptModel, InvalidInput, ModelNotFound
+from qworker.errors import CorruptModel, InvalidInput, ModelNotFound, StoreError
 from qworker.store.base import Fetched
 from qworker.store.card import Card
 from qworker.store.files import disk_errors, open_regular, read_verified, verify
@@ -46,9 +48,9 @@ class LocalStore:
 
     def models(self) -> Sequence[str]:
         """Ids of all models, sorted. Raises StoreError."""
+        self._check_root()
         with disk_errors(f"the store {self._root} cannot be read"):
-            if not self._models.is_dir():
-                os.stat(self._root)  # a store without models is empty, a root that is not there is a mistake
+            if not self._models.exists():
                 return []
             folders = [entry.name for entry in os.scandir(self._models) if entry.is_dir()]
         ids = [name.replace("~", "/") for name in folders if "/" not in name]
@@ -104,10 +106,13 @@ class LocalStore:
                 raise ModelNotFound(f"the store {self._root} has no {what}: see `qworker models list`")
             with self.stage() as staging:
                 for each in versions:
-                    os.rename(self.version_folder(model, each), staging.folder / each)
-            folder = self._model_folder(model)
-            if not any(folder.iterdir()):
-                folder.rmdir()
+                    with suppress(FileNotFoundError):  # somebody else removes it at the same time
+                        os.rename(self.version_folder(model, each), staging.folder / each)
+            try:
+                self._model_folder(model).rmdir()
+            except OSError as exc:
+                if exc.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR}:
+                    raise
         return versions
 
     # --- for staging ---
@@ -157,12 +162,19 @@ class LocalStore:
     def _found(self, model: str) -> list[str]:
         versions = self._carded(model) if _is_model_id(model) else []
         if not versions:
-            with disk_errors(f"the store {self._root} cannot be read"):
-                os.stat(self._root)
+            self._check_root()
             raise ModelNotFound(
                 f"the store {self._root} has no model {shown(model)}: register it with `qworker models register`"
             )
         return versions
+
+    def _check_root(self) -> None:
+        """A store without models is empty; a root that is not there is a mistake."""
+        with disk_errors(f"the store {self._root} cannot be read"):
+            if not self._root.exists():
+                raise StoreError(
+                    f"the store {self._root} does not exist: check --store, or register a first model to make it"
+                )
 
     def _age(self, model: str, version: str) -> datetime:
         try:
