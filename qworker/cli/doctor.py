@@ -217,6 +217,8 @@ async def _check_topology(session: Session, settings: Settings) -> Finding:
         await session.declare(*static_topology(settings.queue_type))
     except BrokerRefused as exc:
         return Finding("permissions", "fail", str(exc), "grant this user configure, write and read on ^qworker\\.")
+    except BrokerUnavailable as exc:
+        return Finding("broker", "fail", str(exc), "run this again; look into the broker's log if it stays so")
     except BrokerError as exc:
         return Finding("topology", "fail", str(exc), "use the same queue type everywhere, or another virtual host")
     return Finding("permissions", "ok", "may configure, and bind, qworker's exchanges and queues")
@@ -226,9 +228,14 @@ async def _check_round_trip(session: Session) -> Finding:
     """Publish to a queue of our own and consume it: what a reply needs."""
     queue = f"qworker.doctor.{uuid.uuid4().hex}"
     arrived: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
+
+    def take(delivery: Delivery) -> None:
+        if not arrived.done():
+            arrived.set_result(delivery)
+
     try:
         await session.declare(Queue(queue, durable=False, exclusive=True, auto_delete=True))
-        consumer = await session.consume(queue, arrived.set_result, prefetch=1)
+        consumer = await session.consume(queue, take, prefetch=1)
         started = time.perf_counter()
         async with asyncio.timeout(_ROUND_TRIP_LIMIT):
             await session.publish("", queue, b"", Properties())

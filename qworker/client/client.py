@@ -199,7 +199,7 @@ class Client:
 
     async def _subscribe_again(self, session: Session) -> None:
         for replies in list(self._reply_queues):
-            await replies.subscribe(session)
+            await replies.resume(session)
 
     def _timed_out(self, job: Job, timeout: float | None) -> CallTimeout | BrokerUnavailable:
         if self._link.trouble is not None:

@@ -72,23 +72,21 @@ class Link:
 
     async def _reopen(self) -> None:
         pause = _FIRST_PAUSE
-        while True:
+        while self._open_now is None:
             try:
                 await self.open()
-                assert self._open_now is not None  # open() has just set it
-                await self._on_reopened(self._open_now[0])
             except BrokerUnavailable as exc:
                 self._trouble = exc
             except BrokerRefused as exc:
                 # A broker that is still starting refuses too, so this goes on; but who waits is told now.
                 self._trouble = exc
                 self._changed.set()
-            else:
-                _LOG.info("connection to the broker reopened")
-                return
-            # Jitter, so that a thousand clients do not return to a restarted broker at one instant.
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - spreads load, keeps no secret
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            if self._open_now is None:
+                # Jitter, so that a thousand clients do not return to a restarted broker at one instant.
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - spreads load, keeps no secret
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        _LOG.info("connection to the broker reopened")
+        await self._on_reopened(self._open_now[0])
 
     async def ready(self) -> tuple[Session, RpcChannel]:
         """The open session, waiting for it if need be. The caller sets the limit."""

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from qworker.broker.base import Consumer, Delivery, Session
 from qworker.client.link import Link
-from qworker.errors import InvalidInput, JobFailed
+from qworker.errors import BrokerError, BrokerUnavailable, InvalidInput, JobFailed
 from qworker.wire.codec import decode_reply
 from qworker.wire.messages import Failure, Result
 from qworker.wire.topology import Queue
@@ -57,13 +57,15 @@ class ReplyQueue:
         self._prefetch = prefetch
         self._link = link
         self._registry = registry
-        self._arrived: asyncio.Queue[Delivery] = asyncio.Queue()
+        self._arrived: asyncio.Queue[Delivery | BrokerError] = asyncio.Queue()
         self._in_hand: Delivery | None = None
         self._consumer: Consumer | None = None
+        self._refused = False
+        """True while the queue could not be subscribed to again."""
+        self._subscribing = asyncio.Lock()
 
     async def __aenter__(self) -> ReplyQueue:
-        session, _ = await self._link.ready()
-        await self.subscribe(session)
+        await self._subscribe((await self._link.ready())[0])
         self._registry.add(self)
         return self
 
@@ -76,8 +78,22 @@ class ReplyQueue:
         if self._consumer is not None:
             await self._consumer.close()
 
-    async def subscribe(self, session: Session) -> None:
-        """Declare the queue and consume it on ``session``; called again for each new session."""
+    async def resume(self, session: Session) -> None:
+        """Subscribe on a new session. What keeps that from working is raised to the reader.
+
+        The broker may not have noticed yet that the former connection is gone, say: then it holds the
+        exclusive queue until the heartbeat runs out. Calls need not suffer from that.
+        """
+        async with self._subscribing:
+            try:
+                await self._subscribe(session)
+            except BrokerUnavailable:
+                return  # that session is lost too, and the next one comes here again
+            except BrokerError as exc:
+                self._refused = True
+                self._arrived.put_nowait(exc)
+
+    async def _subscribe(self, session: Session) -> None:
         # What came over the former session comes again, so it is forgotten here.
         self._in_hand = None
         while not self._arrived.empty():
@@ -92,6 +108,7 @@ class ReplyQueue:
             )
         )
         self._consumer = await session.consume(self.name, self._arrived.put_nowait, prefetch=self._prefetch)
+        self._refused = False
 
     def __aiter__(self) -> ReplyQueue:
         return self
@@ -100,11 +117,21 @@ class ReplyQueue:
         return await self.receive()
 
     async def receive(self) -> Reply:
-        """The next answer; waits for it. Raises JobFailed("bad_reply") for a message that is none."""
+        """The next answer; waits for it.
+
+        Raises JobFailed("bad_reply") for a message that is none, BrokerError when the queue cannot be read
+        any more. Either way the next call goes on: it tries again.
+        """
         await self._settle()
-        self._in_hand = delivery = await self._arrived.get()
-        properties = delivery.properties
-        return read_reply(delivery.body, properties.content_type, properties.correlation_id)
+        async with self._subscribing:
+            if self._refused:
+                await self._subscribe((await self._link.ready())[0])
+        arrived = await self._arrived.get()
+        if isinstance(arrived, BrokerError):
+            raise arrived
+        self._in_hand = arrived
+        properties = arrived.properties
+        return read_reply(arrived.body, properties.content_type, properties.correlation_id)
 
     async def _settle(self) -> None:
         delivery, self._in_hand = self._in_hand, None

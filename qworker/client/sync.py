@@ -48,9 +48,13 @@ class SyncClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        # Added to and removed from by the waiting threads; each operation is one step of the interpreter.
+        self._waiting: set[Future[Any]] = set()
 
     def __enter__(self) -> SyncClient:
         opened: Future[None] = Future()
+        self._closing.clear()
         # A daemon, so that a program that forgets to close the client can still end.
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._live(opened)), name="qworker-client", daemon=True
@@ -67,11 +71,15 @@ class SyncClient:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        # First of all: an interrupt may bring us here before the thread has a loop to be told on.
+        self._closing.set()
         loop, stop, thread = self._loop, self._stop, self._thread
         if loop is not None and stop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(stop.set)
         if thread is not None:
             thread.join()
+        for future in list(self._waiting):
+            future.cancel()  # handed over in the loop's last moment, it would wait for ever
         self._loop = self._stop = self._thread = None
 
     def call(self, model: str, inputs: Mapping[str, Any], **options: Unpack[CallOptions]) -> Result:
@@ -87,7 +95,8 @@ class SyncClient:
         try:
             async with self._client:
                 opened.set_result(None)
-                await self._stop.wait()
+                if not self._closing.is_set():
+                    await self._stop.wait()
         except QworkerError as exc:
             if opened.done():
                 raise
@@ -100,6 +109,7 @@ class SyncClient:
             work.close()
             raise BrokerUnavailable("the client is closed; use it inside its `with` block")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._waiting.add(future)
         try:
             return future.result()
         except CancelledError:
@@ -107,3 +117,5 @@ class SyncClient:
         except BaseException:
             future.cancel()  # a KeyboardInterrupt here must not leave the call waiting over there
             raise
+        finally:
+            self._waiting.discard(future)

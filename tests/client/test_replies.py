@@ -1,0 +1,111 @@
+"""Publishing without waiting, and reading results from a queue of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from qworker import Client
+from qworker.broker.aio_pika_session import AioPikaConnector
+from qworker.errors import BrokerError, JobFailed, UnknownModel
+from qworker.wire.messages import Failure
+from tests.client.responder import MODEL, Responder
+
+pytestmark = pytest.mark.broker
+
+
+async def test_results_come_in_the_callers_queue(amqp_url: str, responder: Responder) -> None:
+    """Each with the id that publish returned."""
+    async with Client(amqp_url) as client, client.reply_queue() as replies:
+        ids = {await client.publish(MODEL, {"x": number}, reply_to=replies.name): number for number in range(20)}
+        found: dict[str, int] = {}
+        async for reply in replies:
+            result = reply.result()
+            found[result.id] = int(result.arrays()["x"])
+            if len(found) == 20:
+                break
+        assert found == ids
+
+
+async def test_a_failure_is_a_reply_too(amqp_url: str, responder: Responder) -> None:
+    """One bad job does not end the reading of the others."""
+    async with Client(amqp_url) as client, client.reply_queue() as replies:
+        await client.publish(
+            MODEL,
+            {"x": 1},
+            reply_to=replies.name,
+            correlation_id="mine",
+            parameters={"act": "fail", "code": "unknown_model"},
+        )
+        reply = await replies.receive()
+        assert isinstance(reply.outcome, Failure)
+        assert reply.correlation_id == "mine"
+        with pytest.raises(UnknownModel, match="no luck"):
+            reply.result()
+        await client.publish(MODEL, {"x": 2}, reply_to=replies.name, parameters={"act": "garbage"})
+        await client.publish(MODEL, {"x": 3}, reply_to=replies.name)
+        with pytest.raises(JobFailed, match="not a result"):
+            await replies.receive()
+        assert (await replies.receive()).result().arrays()["x"] == 3
+
+
+async def test_a_durable_queue_outlives_its_reader(amqp_url: str, responder: Responder) -> None:
+    """Results that nobody has read wait for the next client; those read do not come again."""
+    async with Client(amqp_url) as client:
+        async with client.reply_queue("results", durable=True) as replies:
+            first = await client.publish(MODEL, {"x": 1}, reply_to="results")
+            assert (await replies.receive()).result().id == first
+        second = await client.publish(MODEL, {"x": 2}, reply_to="results")
+    async with Client(amqp_url) as client, client.reply_queue("results", durable=True) as replies:
+        assert (await replies.receive()).result().id == second
+
+
+async def test_a_reply_that_was_not_dealt_with_comes_again(amqp_url: str, responder: Responder) -> None:
+    """An error in the reader's block leaves the reply in the queue."""
+
+    async def read_and_fail(client: Client) -> None:
+        async with client.reply_queue("results", durable=True) as replies:
+            await client.publish(MODEL, {"x": 1}, reply_to="results", correlation_id="mine")
+            await replies.receive()
+            raise ZeroDivisionError
+
+    async with Client(amqp_url) as client:
+        with pytest.raises(ZeroDivisionError):
+            await read_and_fail(client)
+        async with client.reply_queue("results", durable=True) as replies:
+            assert (await asyncio.wait_for(replies.receive(), 10)).correlation_id == "mine"
+
+
+async def test_a_queue_that_cannot_be_read_any_more(amqp_url: str, responder: Responder) -> None:
+    """The reader is told and may go on; calls do not notice. Here the former connection still holds the queue."""
+    async with Client(amqp_url) as client, client.reply_queue() as replies:
+        reading = asyncio.get_running_loop().create_task(replies.receive())
+        session = await AioPikaConnector(amqp_url).connect()
+        try:
+            await replies.resume(session)
+        finally:
+            await session.__aexit__(None, None, None)
+        with pytest.raises(BrokerError, match="holds it exclusively"):
+            await reading
+        assert (await client.call(MODEL, {"x": 1})).arrays()["x"] == 1
+        reading = asyncio.get_running_loop().create_task(replies.receive())
+        job_id = await client.publish(MODEL, {"x": 2}, reply_to=replies.name)
+        assert (await asyncio.wait_for(reading, 10)).result().id == job_id
+
+
+def test_a_durable_queue_needs_a_name(amqp_url: str) -> None:
+    """Nobody could find it again."""
+    with pytest.raises(ValueError, match="needs a name"):
+        Client(amqp_url).reply_queue(durable=True)
+
+
+async def test_a_job_without_a_reply_address_is_taken(amqp_url: str, responder: Responder) -> None:
+    """publish returns once the broker has the job; who reads the result is another matter."""
+    async with Client(amqp_url) as client:
+        job_id = await client.publish(MODEL, {"x": np.float32(2)})
+    seen = await asyncio.to_thread(responder.seen.get, timeout=5)
+    assert seen.job.id == job_id
+    assert seen.properties.reply_to is None
+    assert "x-deadline" not in seen.properties.headers
