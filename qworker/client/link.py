@@ -108,5 +108,9 @@ class Link:
 
     @property
     def trouble(self) -> BrokerError | None:
-        """Why there is no connection now; None while there is one."""
+        """Why nothing can be sent now; None while all is well."""
+        if self._open_now is not None and self._open_now[0].blocked:
+            return BrokerUnavailable(
+                "the broker takes no messages now: a memory or disk alarm; free some there (rabbitmqctl status)"
+            )
         return self._trouble

@@ -10,7 +10,7 @@ import pytest
 
 from qworker import Client
 from qworker.broker.node import PrivateNode
-from qworker.errors import BrokerUnavailable
+from qworker.errors import BrokerUnavailable, CallTimeout
 from tests.client.responder import MODEL, Responder
 from tests.support.waiting import wait_until
 
@@ -88,8 +88,21 @@ async def test_a_broker_that_restarts(own_node: PrivateNode) -> None:
             assert (await patient).arrays()["x"].tolist() == [1, 2, 3]
 
 
+async def test_a_broker_in_alarm(own_node: PrivateNode) -> None:
+    """It holds messages back: no worker is to blame, and the error says so."""
+    with Responder(own_node.url):
+        async with Client(own_node.url) as client:
+            await wait_until(lambda: answers(client), 20)
+            await asyncio.to_thread(own_node.ctl, "set_vm_memory_high_watermark", "0.000001")
+            for attempt in (client.call(MODEL, ONE, timeout=1.5), client.publish(MODEL, ONE, timeout=1.5)):
+                with pytest.raises(BrokerUnavailable, match="alarm"):
+                    await attempt
+            await asyncio.to_thread(own_node.ctl, "set_vm_memory_high_watermark", "0.4")
+            assert (await client.call(MODEL, ONE)).arrays()["x"].tolist() == [1, 2, 3]
+
+
 async def answers(client: Client) -> bool:
     try:
         return bool(await client.call(MODEL, ONE, timeout=2))
-    except TimeoutError:
+    except CallTimeout:
         return False
