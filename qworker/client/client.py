@@ -22,11 +22,7 @@ from qworker.wire.codec import encode_job
 from qworker.wire.datatypes import tensor
 from qworker.wire.messages import MSGPACK, Job, Result, Tensor
 from qworker.wire.names import check_model_id
-from qworker.wire.topology import JOBS
-
-DEADLINE_HEADER = "x-deadline"
-PUBLISHED_HEADER = "x-published"
-"""Both in unix milliseconds: AMQP's own timestamp has whole seconds only."""
+from qworker.wire.topology import DEADLINE_HEADER, JOBS, PUBLISHED_HEADER
 
 _Answer = tuple[bytes, str | None] | BrokerUnavailable
 """What ends a wait: the reply's body and content type, or the loss of the connection."""

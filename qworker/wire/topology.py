@@ -30,6 +30,11 @@ SWEEPER = "qworker.sweeper"
 
 DIRECT_REPLY_TO = "amq.rabbitmq.reply-to"
 
+PUBLISHED_HEADER = "x-published"
+"""Unix milliseconds at which a job was published (AMQP's own timestamp has whole seconds only)."""
+DEADLINE_HEADER = "x-deadline"
+"""Unix milliseconds after which a job must not run any more."""
+
 REASON_HEADER = "x-qworker-reason"
 """On a hint: why it was published. Absent on a copy of a job."""
 BACKLOG = "backlog"

@@ -17,13 +17,9 @@ from qworker.wire.limits import Limits
 from qworker.wire.messages import JSON, Job, Result, Tensor
 from qworker.wire.names import shown
 from qworker.wire.signature import Signature, check_inputs, check_outputs
+from qworker.wire.topology import DEADLINE_HEADER, PUBLISHED_HEADER
 from qworker.worker.hot_zone import HotZone
 from qworker.worker.settle import Settler
-
-PUBLISHED_HEADER = "x-published"
-"""Unix milliseconds at which the job was published (AMQP's own timestamp has whole seconds only)."""
-DEADLINE_HEADER = "x-deadline"
-"""Unix milliseconds after which the job must not run any more."""
 
 BIG_JSON = 256 << 10
 
