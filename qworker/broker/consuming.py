@@ -1,0 +1,161 @@
+"""Consumers and the deliveries they hand out."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import aiormq
+from aiormq import spec
+from aiormq.abc import AbstractChannel, DeliveredMessage
+
+from qworker.broker.amqp_errors import LIBRARY_ERRORS, described, refused
+from qworker.broker.amqp_link import Link, when_closed
+from qworker.broker.amqp_properties import from_amqp
+from qworker.broker.base import OnDelivery, Properties
+from qworker.broker.session_life import Life
+from qworker.errors import BrokerError, BrokerUnavailable
+
+MAX_PREFETCH = 65_535
+
+
+class AioPikaDelivery:
+    """A message and the channel that settles it."""
+
+    __slots__ = (
+        "_channel",
+        "_message",
+        "_properties",
+        "_settled",
+        "_tag",
+        "exchange",
+        "queue",
+        "redelivered",
+        "routing_key",
+    )
+
+    def __init__(self, message: DeliveredMessage, queue: str) -> None:
+        self._channel = message.channel
+        self._message = message
+        self._properties: Properties | None = None
+        self._settled = False
+        self._tag = message.delivery_tag or 0
+        self.exchange = message.exchange or ""
+        self.routing_key = message.routing_key or ""
+        self.queue = queue
+        self.redelivered = bool(message.redelivered)
+
+    @property
+    def body(self) -> bytes:
+        return self._message.body
+
+    @property
+    def properties(self) -> Properties:
+        if self._properties is None:
+            self._properties = from_amqp(self._message.header.properties)
+        return self._properties
+
+    async def ack(self) -> None:
+        if self._may_settle():
+            with suppress(*LIBRARY_ERRORS):  # the session ended: the broker has the message back
+                await self._channel.basic_ack(self._tag, wait=False)
+
+    async def reject(self, *, requeue: bool) -> None:
+        if self._may_settle():
+            with suppress(*LIBRARY_ERRORS):
+                await self._channel.basic_reject(self._tag, requeue=requeue, wait=False)
+
+    async def give_back(self) -> None:
+        if self._may_settle():
+            with suppress(*LIBRARY_ERRORS):
+                await self._channel.basic_nack(self._tag, requeue=True, wait=False)
+
+    def _may_settle(self) -> bool:
+        """Once: a second settle would close the channel, and with it the session."""
+        settled, self._settled = self._settled, True
+        return not settled
+
+
+class AioPikaConsumer:
+    """A subscription on a channel of its own. Anything unexpected about that channel ends the session."""
+
+    def __init__(self, queue: str, on_delivery: OnDelivery, life: Life) -> None:
+        self.queue = queue
+        self._on_delivery = on_delivery
+        self._life = life
+        self._channel: AbstractChannel | None = None
+        self._tag = ""
+        self._cancelled = False
+        self._closed = False
+
+    async def start(self, link: Link, prefetch: int, priority: int) -> None:
+        """Subscribe. To be run to its end: cut short, it would leave a channel that nobody closes."""
+        channel = self._channel = await link.channel(confirms=False)
+        try:
+            await channel.basic_qos(prefetch_count=prefetch)
+            channel.on_consumer_cancel_callbacks.add(self._on_broker_cancel)
+            arguments: dict[str, object] = {"x-priority": priority} if priority else {}
+            started = await channel.basic_consume(self.queue, self._receive, arguments=arguments)  # pyright: ignore[reportArgumentType]
+        except aiormq.ChannelNotFoundEntity:
+            raise BrokerError(f"expected queue {self.queue!r} to consume from, found none: declare it first") from None
+        except aiormq.ChannelAccessRefused as error:
+            raise refused(error, f"consume from queue {self.queue!r}", "read") from None
+        except aiormq.ChannelClosed as error:
+            raise BrokerError(f"cannot consume from queue {self.queue!r}: {described(error)}") from None
+        except LIBRARY_ERRORS as error:
+            raise await self._life.ended_soon() from error
+        self._tag = started.consumer_tag or ""
+        when_closed(channel, self._on_channel_closed)
+        if self._closed:
+            await self._close()
+
+    async def cancel(self) -> None:
+        if not self._cancelled and not self._closed and self._life.is_open:
+            with suppress(BrokerUnavailable):
+                await self._life.run(self._cancel())
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = self._cancelled = True
+            if self._life.is_open:
+                with suppress(BrokerUnavailable):
+                    await self._life.run(self._close())
+
+    async def close_abandoned(self) -> None:
+        """Close what is, or will soon be, subscribed: its owner was cancelled and never got it."""
+        self._closed = self._cancelled = True
+        if self._tag:
+            await self._close()
+
+    async def _cancel(self) -> None:
+        assert self._channel is not None
+        try:
+            await self._channel.basic_cancel(self._tag)
+        except LIBRARY_ERRORS as error:
+            raise await self._life.ended_soon() from error
+        self._cancelled = True
+
+    async def _close(self) -> None:
+        if self._channel is not None:
+            with suppress(*LIBRARY_ERRORS):
+                await self._channel.close(aiormq.ChannelInvalidStateError("closed by us"))
+
+    async def _receive(self, message: DeliveredMessage) -> None:
+        if self._closed:
+            return  # the channel is on its way out, and the message goes back with it
+        try:
+            self._on_delivery(AioPikaDelivery(message, self.queue))
+        except BaseException as error:
+            self._life.crash(error)
+            raise
+
+    def _on_broker_cancel(self, _: spec.Basic.Cancel) -> None:
+        self._end(
+            f"the broker cancelled the consumer of {self.queue!r}: the queue was deleted, or a message held too long"
+        )
+
+    def _on_channel_closed(self, error: BaseException | None) -> None:
+        self._end(f"the channel that consumed {self.queue!r} was closed: {described(error) if error else 'no reason'}")
+
+    def _end(self, reason: str) -> None:
+        if not self._closed:
+            self._life.end(BrokerUnavailable(reason))
