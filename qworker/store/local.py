@@ -175,6 +175,8 @@ class LocalStore:
                 raise StoreError(
                     f"the store {self._root} does not exist: check --store, or register a first model to make it"
                 )
+            if not self._root.is_dir():
+                raise StoreError(f"the store {self._root} is not a folder: check --store")
 
     def _age(self, model: str, version: str) -> datetime:
         try:

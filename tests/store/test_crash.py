@@ -26,7 +26,7 @@ def test_a_killed_publisher_leaves_whole_versions_or_nothing(tmp_path: Path) -> 
     store = LocalStore(tmp_path / "store")
     chance = random.Random(11)
     seen = leftovers = 0
-    for _ in range(8):
+    for _ in range(6):
         writer = subprocess.Popen(
             [sys.executable, "-m", "tests.store.publishing", str(store.root)],
             cwd=REPOSITORY,

@@ -321,3 +321,8 @@ def test_a_store_that_is_not_there(store: LocalStore) -> None:
             ask()
     store.root.mkdir()
     assert store.models() == []
+    LocalStore(store.root / "file").root.write_bytes(b"")
+    with pytest.raises(StoreError, match="not a folder"):
+        LocalStore(store.root / "file").models()
+    with pytest.raises(StoreError, match="folder"):
+        publish(LocalStore(store.root / "file"), "m")

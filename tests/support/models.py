@@ -151,3 +151,25 @@ def with_external_weights(folder: Path, weights: str = "onnx::MatMul_12") -> Pat
     path = folder / "model.onnx"
     onnx.save(loaded, str(path), save_as_external_data=True, location=weights, size_threshold=0)
     return path
+
+
+def outer() -> bytes:
+    """The sum of a vector's outer product with itself: small in, small out, large in between."""
+    axes = [numpy_helper.from_array(np.array([axis], np.int64), f"axis{axis}") for axis in (0, 1)]
+    nodes = [
+        helper.make_node("Unsqueeze", ["x", "axis0"], ["row"]),
+        helper.make_node("Unsqueeze", ["x", "axis1"], ["column"]),
+        helper.make_node("Mul", ["row", "column"], ["product"]),
+        helper.make_node("ReduceSum", ["product"], ["y"], keepdims=0),
+    ]
+    return model(nodes, [value("x", TensorProto.FLOAT, ("n",))], [value("y", TensorProto.FLOAT, ())], axes)
+
+
+def relocated(content: bytes, location: str) -> bytes:
+    """The same model with its external weights said to lie in another place."""
+    loaded = onnx.load_from_string(content)
+    for tensor in loaded.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = location
+    return loaded.SerializeToString()
