@@ -30,6 +30,7 @@ even if a newer session is open by then: on the new one we hold no lease.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -126,6 +127,7 @@ class Hint(StrEnum):
 
 _DECIDED_TO_GO = frozenset({Step.DROP_LEASE, Step.LOOK_LAST, Step.WAKE, Step.UNLOAD})
 _ON_THE_WAY_OUT = _DECIDED_TO_GO | {Step.CANCEL, Step.LOOK_BACK}
+_LOCAL = frozenset({Step.LOAD, Step.UNLOAD, Step.DONE})
 _HINT_NEEDED = frozenset({Step.LEASE, Step.ANNOUNCE, Step.LOOK, Step.LOAD})
 
 
@@ -146,55 +148,21 @@ def force(claim: Claim) -> Claim:
     return replace(claim, forced=True)
 
 
-_NEXT: dict[tuple[Step, Outcome], Step] = {
-    (Step.LEASE, Outcome.GOT): Step.ANNOUNCE,
-    (Step.LOOK, Outcome.READY): Step.LOAD,
-    (Step.LOOK, Outcome.EMPTY): Step.DROP_LEASE,
-    (Step.CONSUME, Outcome.OK): Step.SERVE,
-    (Step.CONSUME, Outcome.FAILED): Step.DROP_LEASE,
-    (Step.SERVE, Outcome.LEAVE): Step.CANCEL,
-    (Step.LOOK_BACK, Outcome.EMPTY): Step.DROP_LEASE,
-    (Step.LOOK_LAST, Outcome.READY): Step.WAKE,
-}
-"""Where the outcome alone decides. The rest depends on what the claim remembers: see ``advance``."""
-
-
 def advance(claim: Claim, outcome: Outcome) -> Claim:
     """The claim after its step ended with ``outcome``. Raises ValueError for one the step cannot have."""
-    if outcome is Outcome.LOST:
+    if outcome is Outcome.LOST and claim.step not in _LOCAL:
         return _lost(claim)
-    if (step := _NEXT.get((claim.step, outcome))) is not None:
-        return replace(claim, step=step)
-    match claim.step, outcome:
-        case Step.LEASE, Outcome.TAKEN:
-            return _taken(claim)
-        case Step.ANNOUNCE, Outcome.OK:
-            return replace(claim, step=Step.CONSUME if claim.loaded else Step.LOOK)
-        case Step.LOAD, Outcome.OK | Outcome.REFUSED | Outcome.FAILED | Outcome.GAVE_UP:
-            return _load_ended(claim, outcome)
-        case Step.SERVE, Outcome.EMPTY if claim.refusing:
-            return replace(claim, step=Step.CANCEL)
-        case Step.CANCEL, Outcome.OK:
-            return replace(claim, step=Step.DROP_LEASE if claim.forced else Step.LOOK_BACK)
-        case Step.LOOK_BACK, Outcome.READY:
-            return replace(claim, step=Step.DROP_LEASE if claim.forced else Step.CONSUME)
-        case Step.DROP_LEASE, Outcome.OK:
-            return _end(claim) if claim.gave_up else replace(claim, step=Step.LOOK_LAST)
-        # To leave while leasing: there may be no session to lease on, and bytes must come back all the same.
-        case (Step.LEASE, Outcome.LEAVE) | (Step.LOOK_LAST, Outcome.EMPTY) | (Step.WAKE, Outcome.OK):
-            return _end(claim)
-        case Step.UNLOAD, Outcome.OK:
-            return replace(claim, step=Step.DONE, loaded=False)
-        case _:
-            raise ValueError(f"step {claim.step} cannot end with {outcome}; see qworker/policy/claim.py")
+    if (change := _TABLE.get((claim.step, outcome))) is None or (outcome is Outcome.EMPTY and _must_serve(claim)):
+        raise ValueError(f"step {claim.step} cannot end with {outcome}; see qworker/policy/claim.py")
+    return change(claim)
 
 
-def _load_ended(claim: Claim, outcome: Outcome) -> Claim:
-    if outcome is Outcome.OK:
-        return replace(claim, step=Step.CONSUME, loaded=True)
-    if outcome is Outcome.REFUSED:
-        return replace(claim, step=Step.CONSUME, refusing=True)
-    return replace(claim, step=Step.DROP_LEASE, gave_up=True)
+def _to(step: Step) -> Callable[[Claim], Claim]:
+    return lambda claim: replace(claim, step=step)
+
+
+def _got(claim: Claim) -> Claim:
+    return replace(claim, step=Step.ANNOUNCE, tries_left=RECLAIM_TRIES)
 
 
 def _taken(claim: Claim) -> Claim:
@@ -205,16 +173,78 @@ def _taken(claim: Claim) -> Claim:
     return _end(claim)
 
 
+def _announced(claim: Claim) -> Claim:
+    return replace(claim, step=Step.CONSUME if claim.loaded else Step.LOOK)
+
+
+def _loaded(claim: Claim) -> Claim:
+    return replace(claim, step=Step.CONSUME, loaded=True)
+
+
+def _refuse(claim: Claim) -> Claim:
+    return replace(claim, step=Step.CONSUME, refusing=True)
+
+
+def _give_up(claim: Claim) -> Claim:
+    return replace(claim, step=Step.DROP_LEASE, gave_up=True)
+
+
+def _cancelled(claim: Claim) -> Claim:
+    return replace(claim, step=Step.DROP_LEASE if claim.forced else Step.LOOK_BACK)
+
+
+def _revive(claim: Claim) -> Claim:
+    return replace(claim, step=Step.DROP_LEASE if claim.forced else Step.CONSUME)
+
+
+def _dropped(claim: Claim) -> Claim:
+    return _end(claim) if claim.gave_up else replace(claim, step=Step.LOOK_LAST)
+
+
+def _end(claim: Claim) -> Claim:
+    return replace(claim, step=Step.UNLOAD if claim.loaded else Step.DONE)
+
+
+def _unloaded(claim: Claim) -> Claim:
+    return replace(claim, step=Step.DONE, loaded=False)
+
+
+_TABLE: dict[tuple[Step, Outcome], Callable[[Claim], Claim]] = {
+    (Step.LEASE, Outcome.GOT): _got,
+    (Step.LEASE, Outcome.TAKEN): _taken,
+    (Step.LEASE, Outcome.LEAVE): _end,  # perhaps there is no session to lease on: bytes must come back all the same
+    (Step.ANNOUNCE, Outcome.OK): _announced,
+    (Step.LOOK, Outcome.READY): _to(Step.LOAD),
+    (Step.LOOK, Outcome.EMPTY): _to(Step.DROP_LEASE),
+    (Step.LOAD, Outcome.OK): _loaded,
+    (Step.LOAD, Outcome.FAILED): _give_up,
+    (Step.LOAD, Outcome.GAVE_UP): _give_up,
+    (Step.LOAD, Outcome.REFUSED): _refuse,
+    (Step.CONSUME, Outcome.OK): _to(Step.SERVE),
+    (Step.CONSUME, Outcome.FAILED): _to(Step.DROP_LEASE),
+    (Step.SERVE, Outcome.LEAVE): _to(Step.CANCEL),
+    (Step.SERVE, Outcome.EMPTY): _to(Step.CANCEL),
+    (Step.CANCEL, Outcome.OK): _cancelled,
+    (Step.LOOK_BACK, Outcome.READY): _revive,
+    (Step.LOOK_BACK, Outcome.EMPTY): _to(Step.DROP_LEASE),
+    (Step.DROP_LEASE, Outcome.OK): _dropped,
+    (Step.LOOK_LAST, Outcome.READY): _to(Step.WAKE),
+    (Step.LOOK_LAST, Outcome.EMPTY): _end,
+    (Step.WAKE, Outcome.OK): _end,
+    (Step.UNLOAD, Outcome.OK): _unloaded,
+}
+
+
+def _must_serve(claim: Claim) -> bool:
+    """A loaded model does not leave because its queue is empty: memory that nobody wants is not worth
+    freeing."""
+    return claim.step is Step.SERVE and not claim.refusing
+
+
 def _lost(claim: Claim) -> Claim:
     """The broker has forgotten the lease, the consumers and all that we had not settled."""
-    if claim.step in (Step.LOAD, Step.UNLOAD, Step.DONE):
-        raise ValueError(f"step {claim.step} does not talk to the broker, so it cannot end with lost")
     if not claim.loaded or claim.forced or claim.step in _ON_THE_WAY_OUT:
         # Who was leaving has left: another model may wait for the bytes, and what was given back to the
         # queue is for the sweep, as after a crash.
         return _end(claim)
     return replace(claim, step=Step.LEASE, slot=0, tries_left=RECLAIM_TRIES)
-
-
-def _end(claim: Claim) -> Claim:
-    return replace(claim, step=Step.UNLOAD if claim.loaded else Step.DONE)

@@ -16,7 +16,7 @@ HALF_LIFE = 7 * 86_400.0
 _MEASURED_WEIGHT = 0.3
 """Weight of a new measurement in the moving average: one slow disk must not decide alone."""
 
-_MIB = float(1 << 20)
+MIB = float(1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Usage:
     """Seconds since the last use."""
     load_seconds: float
     nbytes: float
+    rates: tuple[float, ...] = ()
+    """Counts that decay faster, for policies that keep some; in the order of their half-lives."""
 
 
 class Eviction(Protocol):
@@ -44,6 +46,10 @@ class Eviction(Protocol):
 
     def key(self, model: str, now: float) -> float:
         """Lower leaves first. Models never seen rank lowest."""
+        ...
+
+    def explain(self, model: str, now: float) -> str:
+        """Why ``model`` ranks where it does, for a person: uses, recency and what a reload costs."""
         ...
 
     def evicted(self, model: str, now: float) -> None:
@@ -63,7 +69,9 @@ class Eviction(Protocol):
 
 
 @dataclass(slots=True)
-class _Known:
+class Known:
+    """What a policy holds of one model, resident or not."""
+
     count: float = 0.0
     last: float = 0.0
     level: float = 0.0  # Gdsf: the inflation when it was last used
@@ -72,8 +80,11 @@ class _Known:
 
     def touch(self, now: float) -> None:
         # A clock that stands still is fine; one that runs back must not make counts grow.
-        self.count = self.count * 2.0 ** (min(0.0, self.last - now) / HALF_LIFE) + 1.0
-        self.last = max(self.last, now)
+        if now > self.last:
+            self.count = self.count * 2.0 ** ((self.last - now) / HALF_LIFE) + 1.0
+            self.last = now
+        else:
+            self.count += 1.0
 
     def measure(self, load_seconds: float, nbytes: int) -> None:
         if self.nbytes <= 0.0:
@@ -82,18 +93,57 @@ class _Known:
         self.load_seconds += _MEASURED_WEIGHT * (load_seconds - self.load_seconds)
         self.nbytes += _MEASURED_WEIGHT * (nbytes - self.nbytes)
 
-    def usage(self, now: float) -> Usage:
-        return Usage(self.count, max(0.0, now - self.last), self.load_seconds, self.nbytes)
-
-    @classmethod
-    def of(cls, usage: Usage, now: float) -> _Known:
-        return cls(usage.count, now - usage.age, 0.0, usage.load_seconds, usage.nbytes)
+    @property
+    def price(self) -> float:
+        """Load seconds that a reload costs for each MiB it holds; 0 until a load was measured."""
+        return self.load_seconds * MIB / self.nbytes if self.nbytes > 0.0 else 0.0
 
 
-_NEVER_SEEN = _Known()
+_NEVER_SEEN = Known()
 
 
-class Gdsf:
+class Remembering:
+    """The memory that all policies share: uses and costs of every model ever seen, over restarts.
+
+    A model that left keeps its row: that is where most of the gain over plain recency comes from.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Known] = {}
+
+    def used(self, model: str, now: float) -> None:
+        if (known := self._known.get(model)) is None:
+            known = self._known[model] = Known(last=now)
+        known.touch(now)
+
+    def cost(self, model: str, load_seconds: float, nbytes: int) -> None:
+        self._known.setdefault(model, Known()).measure(load_seconds, nbytes)
+
+    def evicted(self, model: str, now: float) -> None:  # noqa: ARG002  # most policies learn nothing from it
+        return
+
+    def explain(self, model: str, now: float) -> str:
+        known = self._known.get(model)
+        if known is None or known.count <= 0.0:
+            return "never used"
+        reload = (
+            f"reload {known.load_seconds:.3g} s for {known.nbytes / MIB:.0f} MiB" if known.nbytes else "not measured"
+        )
+        return f"{known.count:.3g} uses of late, the last {_ago(now - known.last)} ago, {reload}"
+
+    def history(self, now: float) -> dict[str, Usage]:
+        return {
+            model: Usage(known.count, max(0.0, now - known.last), known.load_seconds, known.nbytes)
+            for model, known in self._known.items()
+        }
+
+    def restore(self, history: Mapping[str, Usage], now: float) -> None:
+        # Levels start at 0 again for all: they compare lives of one process only.
+        for model, usage in history.items():
+            self._known[model] = Known(usage.count, now - usage.age, 0.0, usage.load_seconds, usage.nbytes)
+
+
+class Gdsf(Remembering):
     """GreedyDual-Size-Frequency, with a count that outlives eviction.
 
     On each use of m:  ``f = f * 2^((last - now) / 7 d) + 1``,  ``level = L``
@@ -108,7 +158,7 @@ class Gdsf:
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}
+        super().__init__()
         self._level = 0.0
 
     @property
@@ -117,51 +167,29 @@ class Gdsf:
         return self._level
 
     def used(self, model: str, now: float) -> None:
-        known = self._known.setdefault(model, _Known(last=now))
+        if (known := self._known.get(model)) is None:
+            known = self._known[model] = Known(last=now)
         known.touch(now)
         known.level = self._level
 
-    def cost(self, model: str, load_seconds: float, nbytes: int) -> None:
-        self._known.setdefault(model, _Known()).measure(load_seconds, nbytes)
-
     def key(self, model: str, now: float) -> float:  # noqa: ARG002  # keys change only on use
         known = self._known.get(model, _NEVER_SEEN)
-        if known.nbytes <= 0.0:
-            return known.level
-        return known.level + known.count * known.load_seconds * _MIB / known.nbytes
+        return known.level + known.count * known.price
 
     def evicted(self, model: str, now: float) -> None:
         self._level = max(self._level, self.key(model, now))
 
-    def history(self, now: float) -> dict[str, Usage]:
-        return {model: known.usage(now) for model, known in self._known.items()}
 
-    def restore(self, history: Mapping[str, Usage], now: float) -> None:
-        # Levels start at 0 again for all: they compare lives of one process only.
-        self._known.update({model: _Known.of(usage, now) for model, usage in history.items()})
-
-
-class Lru:
+class Lru(Remembering):
     """Least recently used: the baseline, and a choice where all loads cost about the same."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}
-
-    def used(self, model: str, now: float) -> None:
-        self._known.setdefault(model, _Known(last=now)).touch(now)
-
-    def cost(self, model: str, load_seconds: float, nbytes: int) -> None:
-        self._known.setdefault(model, _Known()).measure(load_seconds, nbytes)
 
     def key(self, model: str, now: float) -> float:  # noqa: ARG002  # keys change only on use
         known = self._known.get(model)
         return known.last if known is not None and known.count > 0.0 else float("-inf")
 
-    def evicted(self, model: str, now: float) -> None:  # noqa: ARG002  # nothing to learn
-        return
 
-    def history(self, now: float) -> dict[str, Usage]:
-        return {model: known.usage(now) for model, known in self._known.items()}
-
-    def restore(self, history: Mapping[str, Usage], now: float) -> None:
-        self._known.update({model: _Known.of(usage, now) for model, usage in history.items()})
+def _ago(seconds: float) -> str:
+    for unit, size in (("d", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(0.0, seconds):.1f} s"
