@@ -3,10 +3,10 @@
     python -m ops.models [--out FOLDER] [--only ID,ID]
 
 Each model of ``models.toml`` becomes ``FOLDER/<id>/model.onnx``, with ``<k>-inputs.npz`` and
-``<k>-outputs.npz`` beside it for ``k`` in 0..3. The packages are fetched once with pip into
-``.cache/packages`` and only unzipped, never installed. The answers come from a plain onnxruntime session in
-a process of its own, and are checked wherever the truth is known without a model: the authors' own test
-vectors, a tone's pitch, a file's kind.
+``<k>-outputs.npz`` beside it for ``k`` in 0..3, and ``sample.npz`` for its registration. The packages are
+fetched once with pip into ``.cache/packages`` and only unzipped, never installed. The answers come from a
+plain onnxruntime session in a process of its own, and are checked wherever the truth is known without a
+model: the authors' own test vectors, a tone's pitch, a file's kind.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -63,15 +64,11 @@ class LaidOut:
 
     model: RealModel
     folder: Path
+    """What ``qworker models register`` takes: ``model.onnx`` and ``sample.npz`` are in it."""
 
     @property
     def path(self) -> Path:
         return self.folder / "model.onnx"
-
-    @property
-    def sample(self) -> Path:
-        """Valid inputs as a file, for registration."""
-        return self.folder / "0-inputs.npz"
 
     def inputs(self, k: int) -> Arrays:
         """The ``k``-th valid inputs. Strings are arrays of str."""
@@ -206,6 +203,7 @@ def _is_answered(entry: LaidOut) -> bool:
 def _stamp(model: RealModel) -> dict[str, str]:
     """All that the answers of a model depend on."""
     return {
+        "format": "1",
         "model": model.sha256,
         "inputs": _sha256((ROOT / "ops" / "model_inputs.py").read_bytes()),
         "numpy": version("numpy"),
@@ -241,6 +239,7 @@ def _answer(entry: LaidOut) -> None:
                 raise LayOutError(f"{model.id}, input {k}, against its authors' answer: {wrong}")
         np.savez(folder / f"{k}-inputs.npz", **inputs)
         np.savez(folder / f"{k}-outputs.npz", **outputs)
+    shutil.copyfile(folder / "0-inputs.npz", folder / "sample.npz")
     (folder / "answered.json").write_text(json.dumps(_stamp(model)), encoding="utf-8")
 
 

@@ -28,6 +28,7 @@ IN_FLIGHT = 16
 CALL_SECONDS = 120.0
 BUDGET_SHARE = 0.25
 LARGEST_FITS = 1.1
+LOG_WIDTH = 120
 
 
 class Demo:
@@ -90,7 +91,7 @@ class Demo:
 
     async def _register(self, models: Sequence[LaidOut]) -> None:
         row = self._progress.add_task("registering models", total=len(models))
-        await self._platform.register(models, lambda _: self._progress.advance(row))
+        await self._platform.register(models, lambda: self._progress.advance(row))
 
     def _budget(self, cards: dict[str, Card]) -> int:
         sizes = [card.resident_bytes for card in cards.values()]
@@ -236,6 +237,8 @@ def _tell_how_to_go_on(platform: Platform, console: Console) -> None:
 def main() -> int:
     options = _options()
     console = Console(stderr=options.json, highlight=False)
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
     try:
         return asyncio.run(_main(options, console))
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -77,29 +78,36 @@ class Platform:
 
     # --- store ---
 
-    async def register(self, models: Sequence[LaidOut], done: Callable[[LaidOut], None]) -> None:
+    async def register(self, models: Sequence[LaidOut], advance: Callable[[], object]) -> None:
         """Register all models through the command line; each is probed in a process of its own."""
-        slots = asyncio.Semaphore(REGISTERING_AT_ONCE)
-
-        async def register(entry: LaidOut) -> None:
-            async with slots:
-                process = await asyncio.create_subprocess_exec(
-                    *(QWORKER, "models", "register", str(entry.path), "--id", entry.model.id, "--version", "1"),
-                    *("--sample", str(entry.sample), "--store", str(self.store)),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
-                )
-                output, _ = await process.communicate()
-            if process.returncode:
-                told = output.decode(errors="replace")
-                raise DemoError(f"'qworker models register' refused {entry.model.id}:\n{told}")
-            done(entry)
-
         self.store.mkdir(parents=True, exist_ok=True)
         async with asyncio.TaskGroup() as tasks:
-            for entry in models:
-                tasks.create_task(register(entry))
+            for share in range(REGISTERING_AT_ONCE):
+                tasks.create_task(self._register(models[share::REGISTERING_AT_ONCE], advance))
+
+    async def _register(self, models: Sequence[LaidOut], advance: Callable[[], object]) -> None:
+        if not models:
+            return
+        process = await asyncio.create_subprocess_exec(
+            *(QWORKER, "models", "register", "--store", str(self.store), *(str(entry.folder) for entry in models)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        assert process.stdout is not None
+        told: list[str] = []
+        try:
+            async for line in process.stdout:
+                told.append(line.decode(errors="replace").rstrip())
+                if "loading it in a process of its own" in told[-1]:
+                    advance()
+            code = await process.wait()
+        finally:
+            if process.returncode is None:  # we were cancelled: leave nobody behind
+                process.kill()
+                await process.wait()
+        if code:
+            raise DemoError("'qworker models register' refused a model:\n" + "\n".join(told))
 
     def cards(self) -> dict[str, Card]:
         """The cards of the registered models."""
@@ -138,7 +146,10 @@ class Platform:
             if worker.process.poll() is None:
                 worker.process.send_signal(signal.SIGTERM)
         for worker in self.workers:
-            stop_child(worker.process, STOP_SECONDS)
+            # Not stop_child alone: it would send SIGTERM again, and the second one means "now".
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(STOP_SECONDS)
+            stop_child(worker.process, 0)
             if worker.process.returncode:
                 complaints.append(f"{worker.name} ended with {worker.process.returncode}:\n{worker.tail()}")
         if self.broker is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SEED = 7
+SEED = 857  # puts small models first and the largest in the middle
 SKEW = 1.1
 """Exponent of the popularity: few models get most of the calls, as on real platforms."""
 BURST_SHARE = 0.03

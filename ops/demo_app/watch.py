@@ -102,4 +102,6 @@ class Watch:
 
 
 def _held(states: Sequence[dict[str, Any]]) -> set[str]:
-    return {entry["model"] for state in states for entry in state["models"] if entry["state"] != "cold"}
+    """The models that a worker has, or whose jobs it answers with failures as they cannot be loaded."""
+    rows = {entry["model"] for state in states for entry in state["models"] if entry["state"] != "cold"}
+    return rows.union(*(state.get("refusing", ()) for state in states))

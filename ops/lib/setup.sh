@@ -52,7 +52,8 @@ _ensure_venv() {
     say "Installing the locked packages ..."
     rm -f "$venv/.qworker-stamp"
     : >"$venv/.qworker-installing"
-    _pip install --quiet --requirement "$lock" || die "pip could not install ops/requirements.lock (see above): is a package index reachable?"
+    # Modules are compiled when they are first imported: most of these never are.
+    _pip install --quiet --no-compile --requirement "$lock" || die "pip could not install ops/requirements.lock (see above): is a package index reachable?"
     _pip install --quiet --no-deps --no-build-isolation --editable "$root" || die "pip could not install this package itself (see above)"
     rm -f "$venv/.qworker-installing"
     echo "$want" >"$venv/.qworker-stamp"
