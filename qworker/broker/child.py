@@ -36,7 +36,7 @@ def spawn(
             stdout=output or subprocess.DEVNULL,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # One system call and no lock of ours: safe between fork and exec, with threads too.
+            # Two system calls and no lock of ours: safe between fork and exec, with threads too.
             preexec_fn=lambda: _die_with(parent),  # noqa: PLW1509
         )
     )
@@ -60,6 +60,7 @@ def stop_child(child: subprocess.Popen[bytes], timeout: float) -> None:
 def _die_with(parent: int) -> None:
     if _libc is not None:  # pyright: ignore[reportUnnecessaryComparison]  # not on this platform, elsewhere
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a mask of ours would be inherited: SIGTERM must reach it
     if os.getppid() != parent:  # it ended before the signal was armed
         os._exit(_ENDED_BEFORE_ARMED)
 

@@ -190,6 +190,7 @@ class PrivateNode:
 
     def _start_once(self, timeout: float) -> None:
         server = self._program("rabbitmq-server")
+        self._chosen.check_free()
         self._lay_out()
         # Our own epmd: the one that the node or rabbitmqctl would start goes on when the node is gone.
         self._epmd = spawn(
@@ -351,6 +352,17 @@ class _Ports:
         """Five ports that are free now, on loopback."""
         free = _free_ports(5)
         return cls(amqp or free[0], *free[1:])
+
+    def check_free(self) -> None:
+        """Raises BrokerUnavailable naming a port that another process has: it would answer in our node's place."""
+        for port in (self.amqp, self.tls, self.epmd, self.dist):
+            try:
+                socket.create_server(("127.0.0.1", port)).close()
+            except OSError as error:
+                raise BrokerUnavailable(
+                    f"expected port {port} to be free, found it in use ({error.strerror}): choose another, or end the "
+                    "process that has it"
+                ) from error
 
 
 def _free_ports(count: int) -> list[int]:
