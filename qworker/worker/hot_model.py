@@ -185,9 +185,9 @@ class HotModel:
             return self._refuse(UnknownModel(str(error)))
         except QworkerError as error:
             return self._load_failed(f"card of {self.model}", error, permanent=False)
-        if not parts.history.may_try(card.digest, now):
-            known = parts.history.quarantine(card.digest)
-            if known is not None and parts.history.refused(card.digest):
+        if not parts.history.may_try(_known_as(card), now):
+            known = parts.history.quarantine(_known_as(card))
+            if known is not None and parts.history.refused(_known_as(card)):
                 return self._refuse(ModelUnavailable(known.reason))
             return Outcome.GAVE_UP
         if self._leaving:
@@ -204,21 +204,21 @@ class HotModel:
         except ModelTooLarge as error:
             return self._refuse(error)
         except QworkerError as error:
-            return self._load_failed(card.digest, error, permanent=isinstance(error, LoadFailed))
-        parts.history.succeeded(card.digest)
+            return self._load_failed(_known_as(card), error, permanent=isinstance(error, LoadFailed))
+        parts.history.succeeded(_known_as(card))
         self._loaded = loaded
         self._server.serving = Serving(
             loaded.engine, card, card.signature(), since=time.time(), load_seconds=loaded.load_seconds
         )
         return Outcome.OK
 
-    def _load_failed(self, digest: str, error: QworkerError, *, permanent: bool) -> Outcome:
+    def _load_failed(self, known_as: str, error: QworkerError, *, permanent: bool) -> Outcome:
         parts = self._parts
         parts.counters.load_failures += 1
         reason = f"{self.model} cannot be loaded: {error}"
-        known = parts.history.failed(digest, parts.clock(), permanent, reason)
+        known = parts.history.failed(known_as, parts.clock(), permanent, reason)
         log.error("model.load_failed", model=self.model, attempts=known.attempts, reason=str(error))
-        if parts.history.refused(digest):
+        if parts.history.refused(known_as):
             return self._refuse(ModelUnavailable(reason))
         return Outcome.FAILED
 
@@ -340,3 +340,12 @@ class HotModel:
         await self._server.idle()
         for consumer in consumers:
             await consumer.close()
+
+
+def _known_as(card: Card) -> str:
+    """What a failed load is remembered by: this registration of these bytes.
+
+    Not the digest alone: a damaged file says nothing of a whole one with the same bytes under another name,
+    and who registers the same bytes again, as the error advises, is not to wait for the back-off.
+    """
+    return f"{card.model}/{card.version}/{card.digest}/{card.created.isoformat()}"

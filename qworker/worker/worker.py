@@ -27,6 +27,7 @@ from qworker.store.base import Store
 from qworker.telemetry.counters import Counters
 from qworker.wire.limits import Limits
 from qworker.wire.topology import Entity, lane_topology, static_topology
+from qworker.worker.headroom import Headroom
 from qworker.worker.hot_model import HotModel, Parts
 from qworker.worker.hot_zone import HotZone
 from qworker.worker.intake import Hint, Intake
@@ -84,6 +85,7 @@ class Worker:
                 backend,
                 self.zone,
                 asyncio.Semaphore(settings.max_concurrent_loads),
+                Headroom(int(settings.load_headroom)),
                 self._load_threads,
                 self.counters,
                 clock,
@@ -136,7 +138,7 @@ class Worker:
                 task.cancel()
             if late:
                 await asyncio.wait(late)
-        log.info("worker.drained")
+        log.info("worker.drained", held=self.zone.held)
 
     # --- one session -----------------------------------------------------------------------------
 
