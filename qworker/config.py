@@ -76,6 +76,8 @@ class Settings(BaseSettings):
     min_residency: SecondsOrZero = 5.0
     """A model just loaded stays at least this long, unless one has waited for ``max_cold_wait``."""
     max_cold_wait: SecondsOrZero = 30.0
+    load_headroom: PositiveSize = ByteSize(256 * _MIB)
+    """What loads in progress may take together beyond the budget; one that needs more runs alone."""
     load_timeout: Seconds = 300.0
     claim_timeout: Seconds = 120.0
     """How long a claim waits for bytes before it gives its lease back."""

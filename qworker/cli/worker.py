@@ -32,6 +32,7 @@ def worker(
     min_residency: Annotated[float | None, Flag(help="Seconds that a model just loaded stays.")] = None,
     max_cold_wait: Annotated[float | None, Flag(help="Seconds after which a cold model outranks the brake.")] = None,
     claim_timeout: Annotated[float | None, Flag(help="Seconds that a claim waits for bytes.")] = None,
+    load_headroom: Annotated[str | None, Flag(help="Bytes that loads may take beyond the budget.")] = None,
     load_timeout: Annotated[float | None, Flag(help="Seconds that a load may take.")] = None,
     eviction: Annotated[str | None, Flag(help="gdsf or lru.")] = None,
     pin: Annotated[list[str] | None, Flag(help="Model that is never evicted. May be given again.")] = None,

@@ -10,16 +10,18 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import structlog
 
 from qworker.engine.base import Backend, Engine, ModelSource
-from qworker.errors import LoadFailed, QworkerError
-from qworker.store.base import Fetched, Store
+from qworker.errors import JobError, LoadFailed, QworkerError
+from qworker.store.base import Store
 from qworker.store.card import Card
 from qworker.telemetry.counters import Counters
+from qworker.worker.headroom import Headroom
 from qworker.worker.hot_zone import Clock, HotZone
 
 log = structlog.get_logger(__name__)
@@ -55,6 +57,7 @@ class Loader:
         backend: Backend,
         zone: HotZone,
         slots: asyncio.Semaphore,
+        headroom: Headroom,
         threads: ThreadPoolExecutor,
         counters: Counters,
         clock: Clock,
@@ -66,6 +69,7 @@ class Loader:
         self._backend = backend
         self._zone = zone
         self._slots = slots
+        self._headroom = headroom
         self._threads = threads
         self._counters = counters
         self._clock = clock
@@ -84,13 +88,16 @@ class Loader:
         Raises CorruptModel and LoadFailed (this file will not load), StoreError (it may later), NoRoom,
         ModelTooLarge.
         """
-        fetched = await self._in_thread(lambda: self._store.fetch(card))
+        found = await self._in_thread(lambda: self._store.fetch(card))
+        source, sample = [ModelSource(card.model, card.version, found.path, found.content)], found.sample
+        del found  # the file's bytes live in ``source`` alone, and leave it with the load
         nbytes = max(card.resident_bytes, self._measured.get(card.digest, 0))
         if not await self._zone.room(card.model, nbytes, within=self._claim_timeout):
             raise NoRoom(f"{card.model} needs {nbytes} bytes, and they were not free in {self._claim_timeout:g} s")
         try:
-            async with self._slots:
-                return await self._load_booked(card, fetched, nbytes)
+            overshoot = max(0, (card.peak_bytes or 0) - nbytes)
+            async with self._slots, self._headroom.hold(overshoot):
+                return await self._load_booked(card, source, sample, nbytes)
         except BaseException:
             # Whatever went wrong, the bytes are free again. (An engine that was made has been closed.)
             self._zone.gone(card.model)
@@ -103,20 +110,19 @@ class Loader:
         self._zone.gone(card.model)
         log.info("model.unloaded", model=card.model, bytes_returned=before - self._backend.used_bytes())
 
-    async def _load_booked(self, card: Card, fetched: Fetched, nbytes: int) -> Loaded:
-        source = ModelSource(card.model, card.version, fetched.path, fetched.content)
+    async def _load_booked(self, card: Card, source: list[ModelSource], sample: Path | None, nbytes: int) -> Loaded:
         self._in_progress += 1
         alone = self._in_progress == 1
         before, started = self._backend.used_bytes(), self._clock()
         try:
-            engine = await self._make(source, fetched)
+            engine = await self._make(card, source, sample)
             alone = alone and self._in_progress == 1
         finally:
             self._in_progress -= 1
         seconds = self._clock() - started
         try:
             self._check_size(card, nbytes, self._backend.used_bytes() - before if alone else None)
-        except LoadFailed:
+        except NoRoom:
             await self._in_thread(lambda: self._free(engine))
             raise
         self._zone.loaded(card.model, seconds)
@@ -124,17 +130,22 @@ class Loader:
         log.info("model.loaded", model=card.model, version=card.version, seconds=round(seconds, 4), bytes=nbytes)
         return Loaded(engine, card, seconds)
 
-    async def _make(self, source: ModelSource, fetched: Fetched) -> Engine:
-        """Load and warm up in a thread. A cancelled wait still closes what the thread makes."""
+    async def _make(self, card: Card, source: list[ModelSource], sample: Path | None) -> Engine:
+        """Load and warm up in a thread. Raises LoadFailed."""
 
         def make() -> Engine:
-            engine = self._backend.load(source)
+            engine = self._backend.load(source.pop())
             try:
-                if fetched.sample is not None:
-                    with np.load(fetched.sample, allow_pickle=False) as sample:
-                        self._backend.warm_up(engine, dict(sample))
-                else:
+                if sample is not None:
+                    with np.load(sample, allow_pickle=False) as arrays:
+                        self._backend.warm_up(engine, dict(arrays))
+                elif card.warmed:
                     self._backend.warm_up(engine, None)
+                # else the probe found no inputs that suit it: the first job warms it up
+                self._backend.trim()
+            except JobError as error:
+                engine.close()
+                raise LoadFailed(f"{card.model} loads, but does not run on its warm-up sample: {error}") from error
             except BaseException:
                 engine.close()
                 raise
@@ -145,13 +156,13 @@ class Loader:
         if done:
             return making.result()
         # A thread cannot be stopped. The bytes stay booked until it ends, since it holds them.
-        log.error("model.load_hangs", model=source.model, seconds=self._load_timeout)
+        log.error("model.load_hangs", model=card.model, seconds=self._load_timeout)
         try:
             engine = await making
         except QworkerError as error:
-            raise LoadFailed(f"{source.model} did not load in {self._load_timeout:g} s, and then: {error}") from error
+            raise LoadFailed(f"{card.model} did not load in {self._load_timeout:g} s, and then: {error}") from error
         await self._in_thread(lambda: self._free(engine))
-        raise LoadFailed(f"{source.model} took longer than load_timeout ({self._load_timeout:g} s) to load")
+        raise LoadFailed(f"{card.model} took longer than load_timeout ({self._load_timeout:g} s) to load")
 
     def _check_size(self, card: Card, booked: int, measured: int | None) -> None:
         """Book what was measured where the card said too little; remember it for the next load."""
@@ -160,7 +171,7 @@ class Loader:
         self._measured[card.digest] = measured
         log.warning("model.larger_than_card", model=card.model, card_bytes=booked, measured_bytes=measured)
         if not self._zone.grow(card.model, measured):
-            raise LoadFailed(
+            raise NoRoom(
                 f"{card.model} takes {measured} bytes where its card says {booked}, and that does not fit now: "
                 "the next load books the measured size; register the model again to correct the card"
             )
