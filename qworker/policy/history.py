@@ -75,7 +75,7 @@ def parse_history(text: str) -> StoredHistory:
         was = f"{head.get('format')!r} version {head.get('version')!r}"
         raise CorruptHistory(f"expected {FORMAT!r} version {VERSION}, found {was}: another release wrote it")
     saved_at, rows = head.get("saved_at"), head.get("models")
-    if not _is_number(saved_at) or not isinstance(rows, dict):
+    if not isinstance(saved_at, int | float) or not isfinite(saved_at) or not isinstance(rows, dict):
         raise CorruptHistory("expected saved_at and models, found a history without one of them")
     table = cast("dict[str, Any]", rows)
     if zlib.crc32(_canonical(table).encode()) != head.get("crc32"):
@@ -142,7 +142,9 @@ class Journal:
 def parse_journal(lines: Iterable[str]) -> Journal:
     """All rows that can be read, in the order of time. Raises CorruptHistory for a file of another kind."""
     reader = csv.reader(lines)
-    if ",".join(next(reader, [])) != JOURNAL_HEADER:
+    empty: list[str] = []
+    first = next(reader, empty)
+    if ",".join(first) != JOURNAL_HEADER:
         raise CorruptHistory(f"expected a journal that begins with {JOURNAL_HEADER!r}, found another first line")
     journal = Journal([], 0)
     for cells in reader:

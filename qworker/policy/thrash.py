@@ -79,7 +79,8 @@ class ThrashDetector:
         """A load ended that took ``load_seconds``; a Thrash when the brake changes with it."""
         self._bytes[model] = nbytes
         left = self._left.pop(model, None)
-        if left is not None and now - load_seconds - left <= REGRET_FACTOR * load_seconds:
+        # While the brake is on, what it delays still counts: else it would lift itself, and all begin anew.
+        if left is not None and now - load_seconds - left <= REGRET_FACTOR * load_seconds + self._hold:
             self._reloads.append(_Load(now, model, load_seconds))
             self._reload_seconds += load_seconds
         return self.tick(now)

@@ -1,0 +1,61 @@
+"""Quarantine of digests that do not load."""
+
+from __future__ import annotations
+
+import pytest
+
+from qworker.policy.backoff import LoadHistory, wait_after
+
+
+def test_waits_double_from_one_second_to_five_minutes() -> None:
+    """And stay there, however often it fails."""
+    assert [wait_after(n) for n in range(1, 11)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
+    assert wait_after(10_000) == 300
+
+
+def test_a_failed_digest_waits_and_is_tried_again() -> None:
+    """Not before its time, and its jobs keep waiting while attempts are left."""
+    history = LoadHistory(max_attempts=3)
+    assert history.may_try("d", 0.0)
+    history.failed("d", 10.0, permanent=False)
+    assert (history.may_try("d", 10.9), history.may_try("d", 11.0)) == (False, True)
+    history.failed("d", 11.0, permanent=False)
+    assert (history.may_try("d", 12.9), history.may_try("d", 13.0)) == (False, True)
+    assert not history.refused("d")
+
+
+def test_used_up_attempts_refuse_jobs_but_still_try_now_and_then() -> None:
+    """A store that was away for an hour heals by itself."""
+    history = LoadHistory(max_attempts=2)
+    history.failed("d", 0.0, permanent=False, reason="the store is away")
+    failed = history.failed("d", 1.0, permanent=False, reason="the store is still away")
+    assert history.refused("d")
+    assert not history.may_try("d", 1.5)
+    assert history.may_try("d", failed.retry_at)
+    assert history.quarantine("d") == failed
+    assert failed.reason == "the store is still away"
+    history.succeeded("d")
+    assert (history.may_try("d", 1.5), history.refused("d"), history.quarantine("d")) == (True, False, None)
+
+
+def test_a_permanent_failure_is_refused_at_once_and_never_tried_again() -> None:
+    """Also not after a transient one of the same bytes."""
+    history = LoadHistory()
+    history.failed("d", 0.0, permanent=True)
+    history.failed("d", 1.0, permanent=False)
+    assert history.refused("d")
+    assert not history.may_try("d", 1e9)
+
+
+def test_new_bytes_start_afresh() -> None:
+    """The history is of a digest, not of a name."""
+    history = LoadHistory()
+    history.failed("old", 0.0, permanent=True)
+    assert history.may_try("new", 0.0)
+    assert not history.refused("new")
+
+
+def test_no_attempts_at_all_make_no_sense() -> None:
+    """The error says what is expected."""
+    with pytest.raises(ValueError, match="at least 1"):
+        LoadHistory(max_attempts=0)
