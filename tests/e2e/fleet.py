@@ -21,11 +21,7 @@ from qworker.store.local import LocalStore
 from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [
-    sys.executable,
-    "-c",
-    "import typer; from qworker.cli import worker; app = typer.Typer(); app.callback()(lambda: None); worker.register(app); app()",
-]
+COMMAND = [sys.executable, "-c", "from qworker.cli.main import main; main()"]
 START_SECONDS = 40.0
 STOP_SECONDS = 40.0
 QUICK = {"sweep_interval": 0.5, "min_residency": 0.2, "max_cold_wait": 5, "grace": 20, "threads": 2}
