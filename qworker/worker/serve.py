@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from uuid import uuid4
 
 from qworker.broker.base import Delivery, Session
 from qworker.engine.base import Engine
@@ -84,7 +85,7 @@ class Server:
         try:
             try:
                 serving = self._ready_for(delivery, received)
-                job = await self._decode(delivery, job_id)
+                job = _named(await self._decode(delivery, job_id))
                 job_id = job.id
                 verdict: Result | JobError = await self._run(job, serving, delivery, received)
             except JobError as error:
@@ -144,6 +145,11 @@ class Server:
         if published is not None and published < serving.since:
             timing["load"] = serving.load_seconds  # the job was there before the model was
         return Result(job.id, self.model, serving.card.version, tuple(outputs), timing)
+
+
+def _named(job: Job) -> Job:
+    """``job`` with an id: of its own, or a made-up one, so that logs and answers can name it."""
+    return job if job.id else replace(job, id=str(uuid4()))
 
 
 def _published(delivery: Delivery) -> float | None:
