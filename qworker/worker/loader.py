@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -99,7 +99,8 @@ class Loader:
             async with self._slots, self._headroom.hold(overshoot):
                 return await self._load_booked(card, source, sample, nbytes)
         except BaseException:
-            # Whatever went wrong, the bytes are free again. (An engine that was made has been closed.)
+            # Whatever went wrong, the bytes are free again: an engine that was made has been closed, or will
+            # be by its thread when we were cancelled, which means that the worker ends.
             self._zone.gone(card.model)
             raise
 
@@ -151,7 +152,15 @@ class Loader:
                 raise
             return engine
 
-        making = asyncio.wrap_future(self._threads.submit(make))
+        future = self._threads.submit(make)
+        try:
+            return await self._made(card, asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            future.add_done_callback(_close_abandoned)
+            raise
+
+    async def _made(self, card: Card, making: asyncio.Future[Engine]) -> Engine:
+        """What the thread makes, if it is made within ``load_timeout``. Raises LoadFailed."""
         done, _ = await asyncio.wait({making}, timeout=self._load_timeout)
         if done:
             return making.result()
@@ -182,3 +191,9 @@ class Loader:
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+def _close_abandoned(future: Future[Engine]) -> None:
+    """Nobody waits for the engine any more, and its thread could not be stopped: close what it has made."""
+    if not future.cancelled() and future.exception() is None:
+        future.result().close()
