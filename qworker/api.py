@@ -6,12 +6,18 @@ from pathlib import Path
 
 from qworker.broker.aio_pika_session import DEFAULT_MAX_MESSAGE_BYTES, AioPikaConnector
 from qworker.broker.base import Connector
+from qworker.broker.fast_session import FastConnector
 from qworker.client.client import Client as _Client
 from qworker.client.replies import Reply, ReplyQueue
 from qworker.client.sync import SyncClient as _SyncClient
 from qworker.config import Settings
 
 __all__ = ["Client", "Reply", "ReplyQueue", "SyncClient", "client_for", "connector_for"]
+
+_CONNECTORS: dict[str, type[FastConnector | AioPikaConnector]] = {
+    "fast": FastConnector,
+    "aio-pika": AioPikaConnector,
+}
 
 
 class Client(_Client):
@@ -35,7 +41,7 @@ class Client(_Client):
             raise TypeError("expected Client(url) or Client(connector=...), one of the two")
         super().__init__(
             connector
-            or AioPikaConnector(
+            or FastConnector(
                 url,
                 username_file=username_file,
                 password_file=password_file,
@@ -78,7 +84,7 @@ class SyncClient(_SyncClient):
 
 def connector_for(settings: Settings, name: str = "qworker-client") -> Connector:
     """The broker of these settings; ``name`` is what the broker's list of connections shows."""
-    return AioPikaConnector(
+    return _CONNECTORS[settings.data_plane](
         settings.broker_url,
         username_file=settings.broker_username_file,
         password_file=settings.broker_password_file,

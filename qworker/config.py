@@ -101,6 +101,8 @@ class Settings(BaseSettings):
     """Time to finish the jobs in hand when asked to stop."""
 
     # --- the broker ---
+    data_plane: Literal["fast", "aio-pika"] = "fast"
+    """``fast`` parses AMQP frames in place; ``aio-pika`` is the reference that it is measured against."""
     queue_type: Literal["quorum", "classic"] = "quorum"
     heartbeat: Annotated[int, Field(ge=5, le=60)] = 10
     confirm_timeout: Seconds = 30.0
@@ -150,7 +152,7 @@ class Settings(BaseSettings):
             raise ValueError("expected a URL like amqp://user:password@host:5672/vhost (amqps:// for TLS)")
         return value
 
-    @field_validator("log_level", "log_format", "eviction", "queue_type", "backend", mode="before")
+    @field_validator("log_level", "log_format", "eviction", "queue_type", "backend", "data_plane", mode="before")
     @classmethod
     def _any_case(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value

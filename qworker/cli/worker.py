@@ -43,6 +43,7 @@ def worker(
     max_attempts: Annotated[int | None, Flag(help="Deliveries after which a job counts as poison.")] = None,
     grace: Annotated[float | None, Flag(help="Seconds to finish jobs in hand at a stop.")] = None,
     queue_type: Annotated[str | None, Flag(help="quorum or classic.")] = None,
+    data_plane: Annotated[str | None, Flag(help="fast or aio-pika.")] = None,
     sweep_interval: Annotated[float | None, Flag(help="Seconds between two sweeps of all queues.")] = None,
     heartbeat: Annotated[int | None, Flag(help="Seconds between AMQP heartbeats.")] = None,
     http_host: Annotated[str | None, Flag(help="Address of the health port.")] = None,
