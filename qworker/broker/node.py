@@ -286,6 +286,7 @@ class PrivateNode:
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": str(home),
             "LANG": "C.UTF-8",
+            "ERL_CRASH_DUMP": f"{home}/erl_crash.dump",  # not in our working directory
             "ERL_EPMD_PORT": str(ports.epmd),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODENAME": _NODE_NAME,
