@@ -127,7 +127,12 @@ def attempts(headers: Mapping[str, object], redelivered: bool) -> int:
     ``x-delivery-count`` is what quorum queues count: deliveries that ended in a crash or a reject.
     ``x-acquired-count`` also counts jobs that were given back in good order, so it is second choice.
     Classic queues only flag a redelivery, so more than 2 is never seen there.
+
+    A first delivery counts as one whatever its headers say: the broker leaves a publisher's headers alone
+    until it has a count of its own, and a dead letter that is published again still bears its old ones.
     """
+    if not redelivered:
+        return 1
     for name in ("x-delivery-count", "x-acquired-count"):
         earlier = headers.get(name)
         if isinstance(earlier, int) and not isinstance(earlier, bool):

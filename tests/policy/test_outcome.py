@@ -71,7 +71,9 @@ def test_a_job_that_was_tried_too_often_does_not_run_again() -> None:
         ({"x-acquired-count": 9, "x-delivery-count": 1}, True, 2),
         ({"x-delivery-count": "7"}, True, 2),  # not the broker's: a publisher wrote it
         ({"x-delivery-count": True}, False, 1),
-        ({"x-delivery-count": -5}, False, 1),
+        ({"x-delivery-count": -5}, True, 1),
+        ({"x-delivery-count": 50}, False, 1),  # of the life before: a dead letter that was published again
+        ({"x-acquired-count": 50}, False, 1),
     ],
 )
 def test_attempts_are_read_from_what_the_broker_says(
