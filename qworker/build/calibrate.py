@@ -6,6 +6,7 @@ entropy and percentile) a histogram of magnitudes up to it. All symmetric: Tenso
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -35,15 +36,19 @@ Told = Callable[[int, int], object]
 """(rows done, rows in all)"""
 
 
+def _tell_nobody(done: int, total: int) -> None:
+    """Where nobody wants to hear of progress."""
+
+
 def largest_magnitudes(
-    model: Any, names: Sequence[str], rows: Rows, numbers: Sequence[int], told: Told = lambda *_: None
+    model: Any, names: Sequence[str], rows: Rows, numbers: Sequence[int], told: Told = _tell_nobody
 ) -> dict[str, float]:
     """Tensor → its largest finite magnitude on these rows; infinite where it was not finite."""
     largest = dict.fromkeys(names, 0.0)
     for done, seen in enumerate(_observe(model, names, rows, numbers), 1):
         for name, values in seen:
             if values.size:
-                largest[name] = max(largest[name], float(np.nan_to_num(np.abs(values).max(), nan=np.inf)))
+                largest[name] = max(largest[name], _magnitude(values))
         told(done, len(numbers))
     return largest
 
@@ -54,7 +59,7 @@ def scales(
     rows: Rows,
     numbers: Sequence[int],
     method: Method,
-    told: Told = lambda *_: None,
+    told: Told = _tell_nobody,
 ) -> dict[str, float]:
     """Tensor → the size of one step of its 8-bit form. Raises ModelRefused for tensors that are not finite."""
     passes = 1 if method == "minmax" else 2
@@ -80,10 +85,11 @@ def scales(
 
 def percentile_limit(histogram: NDArray[np.float64], percentile: float = PERCENTILE) -> float:
     """The part of the range that holds ``percentile`` of all values."""
-    total = histogram.sum()
+    total = float(histogram.sum())
     if total == 0:
         return 1.0
-    first = int(np.searchsorted(np.cumsum(histogram), total * percentile / 100))
+    cumulated: NDArray[np.float64] = np.cumsum(histogram)
+    first = int(np.searchsorted(cumulated, total * percentile / 100))
     return min(first + 1, histogram.size) / histogram.size
 
 
@@ -122,6 +128,11 @@ def _divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> float:
     p, q = p / p.sum(), q / max(q.sum(), 1e-12)
     there = p > 0
     return float(np.sum(p[there] * np.log(p[there] / np.maximum(q[there], 1e-9))))
+
+
+def _magnitude(values: NDArray[Any]) -> float:
+    largest = float(np.abs(values).max())
+    return float("inf") if math.isnan(largest) else largest
 
 
 def _step(limit: float) -> float:

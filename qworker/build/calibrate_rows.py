@@ -207,7 +207,8 @@ def _fitted(spec: TensorSpec, array: NDArray[Any], path: Path) -> NDArray[Any]:
 def _target(spec: TensorSpec, size: int, path: Path, found: tuple[int, ...]) -> tuple[int, ...]:
     """The shape that ``size`` elements take: one call, and at most one other open axis."""
     assert spec.shape is not None
-    dims = [dim if isinstance(dim, int) else 1 if axis == 0 and len(spec.shape) > 1 else -1 for axis, dim in enumerate(spec.shape)]
+    one = 0 if len(spec.shape) > 1 else None  # the batch axis of one call
+    dims = [dim if isinstance(dim, int) else 1 if axis == one else -1 for axis, dim in enumerate(spec.shape)]
     fixed = math.prod(dim for dim in dims if dim > 0)
     if dims.count(-1) > 1 or (size != fixed if -1 not in dims else fixed == 0 or size % fixed):
         declared = ", ".join("?" if dim is None else str(dim) for dim in spec.shape)
@@ -226,7 +227,9 @@ def _load_npz(path: Path) -> Feed:
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, BadZipFile, AttributeError) as exc:
-        raise InvalidInput(f"{path} cannot be read as an .npz of named arrays ({exc}): write it with numpy.savez") from exc
+        raise InvalidInput(
+            f"{path} cannot be read as an .npz of named arrays ({exc}): write it with numpy.savez"
+        ) from exc
 
 
 def _load_npy(path: Path) -> NDArray[Any]:

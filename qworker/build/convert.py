@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 from qworker.build.inspect import inspect
+from qworker.build.profiles import Range
 from qworker.errors import ModelRefused
 from qworker.wire.names import shown
 from qworker.wire.signature import Dim, TensorSpec
@@ -170,6 +171,29 @@ def simplified(model: Any) -> Any:
         return without_weights_as_inputs(onnx.load(str(after), format="protobuf"))
 
 
+def release_names(model: Any, profiles: Sequence[Mapping[str, Range]]) -> Any:
+    """Drop the names of sizes that a profile gives different values: TensorRT holds sizes of one name equal.
+
+    Exporters write one name ("?") for all sizes that they do not know. ``model`` itself is changed.
+    """
+    sizes: dict[str, set[tuple[int, ...]]] = {}
+    for profile in profiles:
+        for value in model.graph.input:
+            bounds = profile.get(value.name)
+            if bounds is not None and not bounds.values:
+                for dim, *triple in zip(
+                    value.type.tensor_type.shape.dim, bounds.min, bounds.opt, bounds.max, strict=True
+                ):
+                    sizes.setdefault(dim.dim_param, set()).add(tuple(triple))
+        unequal = {name for name, seen in sizes.items() if len(seen) > 1}
+        for value in model.graph.input:
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param in unequal:
+                    dim.ClearField("dim_param")
+        sizes.clear()
+    return model
+
+
 def session_options(level: str = "ORT_ENABLE_ALL") -> Any:
     """Options of a session that is for computing on the side: quiet, without an arena, one thread."""
     options = ort.SessionOptions()
@@ -202,6 +226,25 @@ def subgraphs(node: Any) -> list[Any]:
     return [*single, *(graph for each in node.attribute for graph in each.graphs)]
 
 
+def before_logarithms(graph: Any) -> set[str]:
+    """Tensors that become a logarithm's argument, back to the last layer of a network or the model's input.
+
+    Mostly these are spectra in decibels, whose quiet parts lie below FP16's noise when they are computed in it.
+    """
+    maker = {name: node for node in graph.node for name in node.output}
+    todo = [node.input[0] for node in graph.node if node.op_type == "Log"]
+    found: set[str] = set()
+    while todo:
+        name = todo.pop()
+        node = maker.get(name)
+        if node is None or name in found or node.op_type in _LEARNED:
+            continue
+        found.add(name)
+        if node.op_type not in _PROBABILITIES:
+            todo.extend(node.input)
+    return found
+
+
 def node_words(node: Any) -> str:
     """A node as a message names it: exporters leave some without a name."""
     return shown(node.name) if node.name else f"that makes {shown(node.output[0]) if node.output else 'nothing'}"
@@ -209,6 +252,8 @@ def node_words(node: Any) -> str:
 
 # --- inside -------------------------------------------------------------------------------------
 
+_LEARNED: Final = frozenset({"BatchNormalization", "Elu", "GRU", "Gelu", "LSTM", "LeakyRelu", "PRelu", "RNN", "Relu"})
+_PROBABILITIES: Final = frozenset({"HardSigmoid", "Sigmoid", "Softmax", "Tanh"})
 _NOT_TAKEN: Final = frozenset({"RegexFullMatch", "TfIdfVectorizer", "SplitToSequence", "ConcatFromSequence"})
 
 
@@ -230,9 +275,9 @@ def _untakeable(value_type: Any) -> str | None:
 
 def _spec(value: Any) -> TensorSpec:
     tensor = value.type.tensor_type
-    name = onnx.TensorProto.DataType.Name(tensor.elem_type)
+    name = str(onnx.TensorProto.DataType.Name(tensor.elem_type))
     shape = tuple(_dim(dim) for dim in tensor.shape.dim) if tensor.HasField("shape") else None
-    return TensorSpec(value.name, _DATATYPES.get(name, name), shape)
+    return TensorSpec(str(value.name), _DATATYPES.get(name, name), shape)
 
 
 def _dim(dim: Any) -> Dim:

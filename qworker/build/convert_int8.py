@@ -6,6 +6,7 @@
 - Where a convolution is added to something, a pair on that other branch too, so that the addition fuses.
 - Weights: 8 bits from the start, one scale for each output channel. Biases stay floats: an INT32 bias with
   a DequantizeLinear of its own is what TensorRT's parser refuses.
+- Nothing on the way to a logarithm: 8 bits hold 42 dB, and a spectrum has more.
 - Symmetric, zero points all zero: it refuses others.
 """
 
@@ -19,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from qworker.build.convert import all_nodes, element_types, onnx
+from qworker.build.convert import all_nodes, before_logarithms, element_types, onnx
 from qworker.build.convert_fp16 import FLOAT
 
 helper: Final = import_module("onnx.helper")
@@ -57,7 +58,9 @@ def place(model: Any) -> Placement:
     """Where the pairs go. Nodes inside of If and Loop stay as they are."""
     weights = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type == FLOAT}
     types = element_types(model)
-    found = [each for node in model.graph.node if (each := _quantizable(node, weights, types)) is not None]
+    spectra = before_logarithms(model.graph)
+    nodes = [node for node in model.graph.node if node.output[0] not in spectra]
+    found = [each for node in nodes if (each := _quantizable(node, weights, types)) is not None]
     residuals = _residuals(model.graph, found, weights)
     tensors = [each.node.input[0] for each in found] + [node.input[i] for node, i in residuals]
     weighted = sum(node.op_type in _WEIGHT_INPUT for node in all_nodes(model.graph))

@@ -128,19 +128,20 @@ def _derive(spec: TensorSpec, number: int, profiles: int, against: str | None, g
     example = f"--profile {spec.name}={','.join('x'.join(_example(spec, size)) for size in DERIVED)}"
     if others:
         named = ", ".join(f"axis {axis} ({_dim_words(spec, axis)})" for axis in others)
-        raise InvalidInput(f"{missing}, and its {named} may be of any size: give the sizes to build for, as in {example}")
+        raise InvalidInput(f"{missing}, and its {named} may be of any size: give the sizes, as in {example}")
     if given:
         raise InvalidInput(f"{missing}, and others have one: give it too, as in {example}")
     if against is not None:
         raise InvalidInput(
-            f"{missing}, and its first axis is not a batch axis ({against}): give the sizes to build for, as in {example}"
+            f"{missing}, and its first axis is not a batch axis ({against}): give the sizes, as in {example}"
         )
     low, best, high = ((size, *(int(dim) for dim in spec.shape[1:] if isinstance(dim, int))) for size in DERIVED)
     return Range(low, best, high)
 
 
 def _example(spec: TensorSpec, size: int) -> list[str]:
-    return [str(dim) if isinstance(dim, int) else str(size) if axis == 0 else "N" for axis, dim in enumerate(spec.shape or ())]
+    shape = spec.shape or ()
+    return [str(dim) if isinstance(dim, int) else str(size) if axis == 0 else "N" for axis, dim in enumerate(shape)]
 
 
 def _dim_words(spec: TensorSpec, axis: int) -> str:
