@@ -91,8 +91,10 @@ class Settings(BaseSettings):
     """Deliveries in hand per model."""
     threads: Annotated[int, Field(ge=1)] = Field(default_factory=_usable_cpus)
     """Threads that run engines."""
-    intra_op_threads: Annotated[int, Field(ge=1)] = 1
-    """Threads within one run of one engine."""
+    intra_op_threads: Annotated[int, Field(ge=0)] = 1
+    """Threads within one run of one engine; 0: as its card advises, where more were measured to be faster."""
+    max_queue_delay: SecondsOrZero = 0.002
+    """How long a job may wait for others to share its run, where that is expected to pay."""
     max_attempts: Annotated[int, Field(ge=1, le=20)] = 5
     """Deliveries after which a job without an outcome is held to be poison."""
     max_body: PositiveSize = ByteSize(16 * _MIB)

@@ -7,8 +7,8 @@ All methods here may block for long: the worker calls them in threads, never on 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -22,13 +22,15 @@ class ModelSource:
     """Verified bytes of a model, as the store hands them over.
 
     ``content`` is the model file when it is self-contained; otherwise ``path`` is loaded, and its
-    external weights lie beside it. ``path`` always exists (None only in tests).
+    external weights lie beside it. ``path`` always exists (None only in tests). ``threads`` within a run
+    are the card's advice, for a backend that is told to follow it.
     """
 
     model: str
     version: str
     path: Path
     content: bytes | None
+    threads: int | None = None
 
 
 class Engine(Protocol):

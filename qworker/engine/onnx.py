@@ -58,7 +58,10 @@ _FATAL_ONLY: Final = 4
 
 
 class OnnxBackend:
-    """Makes engines that run in the calling thread (plus ``threads - 1`` of their own each)."""
+    """Makes engines that run in the calling thread (plus ``threads - 1`` of their own each).
+
+    With ``threads=0`` each model has as many as its card advises, which is one for most.
+    """
 
     def __init__(self, threads: int = 1) -> None:
         self._threads = threads
@@ -71,7 +74,7 @@ class OnnxBackend:
         """Make an engine. Raises LoadFailed with the library's words, or naming what is not supported."""
         model: bytes | str = str(source.path) if source.content is None else source.content
         try:
-            session = ort.InferenceSession(model, self._options(), providers=["CPUExecutionProvider"])
+            session = ort.InferenceSession(model, self._options(source), providers=["CPUExecutionProvider"])
         except (*_LIBRARY_ERRORS, OSError) as exc:
             raise LoadFailed(f"{runtime()} does not load this model: {_words(exc)}") from exc
         session.disable_fallback()
@@ -98,9 +101,9 @@ class OnnxBackend:
     def trim(self) -> None:
         memory.trim()
 
-    def _options(self) -> Any:
+    def _options(self, source: ModelSource) -> Any:
         options = ort.SessionOptions()
-        options.intra_op_num_threads = self._threads
+        options.intra_op_num_threads = self._threads or source.threads or 1
         options.inter_op_num_threads = 1
         options.enable_cpu_mem_arena = False
         options.log_severity_level = _FATAL_ONLY

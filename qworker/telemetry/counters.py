@@ -20,6 +20,12 @@ class Counters:
     jobs_failed: int = 0
     jobs_dead_lettered: int = 0
     jobs_given_back: int = 0
+    runs: int = 0
+    """Of engines; less than the jobs where several shared one."""
+    jobs_together: int = 0
+    """Jobs, or pieces of large ones, that shared a run."""
+    batches_split: int = 0
+    """Runs that failed as a whole and were done again in halves."""
     reconnects: int = 0
 
     def as_dict(self) -> dict[str, int]:

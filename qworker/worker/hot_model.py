@@ -31,6 +31,7 @@ from qworker.store.card import Card
 from qworker.telemetry.counters import Counters
 from qworker.wire.limits import Limits
 from qworker.wire.topology import Lane, announcement, lane_queue, lease_queue
+from qworker.worker.batcher import Batcher
 from qworker.worker.hot_zone import Clock, HotZone, wait_at_most
 from qworker.worker.intake import Hint
 from qworker.worker.loader import Loaded, Loader, NoRoom
@@ -66,6 +67,8 @@ class Parts:
     clock: Clock
     limits: Limits
     prefetch: int
+    threads: int
+    max_queue_delay: float
     max_replicas: int
 
 
@@ -111,7 +114,7 @@ class HotModel:
         parts.zone.enter(self.model, self)
         try:
             async with asyncio.TaskGroup() as jobs:
-                self._server = Server(self.model, parts.zone, parts.settler, jobs, parts.engine_threads, parts.limits)
+                self._server = Server(self.model, parts.zone, parts.settler, jobs, parts.limits)
                 while self.claim.step is not Step.DONE:
                     await self._advance()
         finally:
@@ -146,6 +149,7 @@ class HotModel:
             log.info("model.session_lost", model=self.model, step=self.claim.step, reason=str(error))
             outcome = Outcome.LOST
             self._consumers.clear()
+            self._server.window = 0
             # The zone has us leaving: with the lease gone too, there is no way back into the hot set.
             self._forced = self._forced or self._draining
         if self._forced:
@@ -208,9 +212,21 @@ class HotModel:
         parts.history.succeeded(_known_as(card))
         self._loaded = loaded
         self._server.serving = Serving(
-            loaded.engine, card, card.signature(), since=time.time(), load_seconds=loaded.load_seconds
+            self._batcher(loaded), card, card.signature(), since=time.time(), load_seconds=loaded.load_seconds
         )
         return Outcome.OK
+
+    def _batcher(self, loaded: Loaded) -> Batcher:
+        parts = self._parts
+        return Batcher(
+            loaded.engine,
+            loaded.card,
+            parts.engine_threads,
+            parts.counters,
+            lanes=parts.threads,
+            max_delay=parts.max_queue_delay,
+            may_come=self._server.may_come,
+        )
 
     def _load_failed(self, known_as: str, error: QworkerError, *, permanent: bool) -> Outcome:
         parts = self._parts
@@ -328,13 +344,16 @@ class HotModel:
 
     async def _consume_lane(self, lane: Lane) -> None:
         session = self._on_session()
+        prefetch = self._server.prefetch(self._parts.prefetch)
         self._consumers[lane] = await session.consume(
-            lane_queue(lane, self.model), self._server.taker(session), prefetch=self._parts.prefetch
+            lane_queue(lane, self.model), self._server.taker(session), prefetch=prefetch
         )
+        self._server.window = prefetch * len(self._consumers)
 
     async def _stop_consuming(self) -> None:
         """Cancel, wait for cancel-ok, then until all that was delivered is settled."""
         consumers, self._consumers = list(self._consumers.values()), {}
+        self._server.window = 0  # nobody else comes: what is in hand waits for nobody
         for consumer in consumers:
             await consumer.cancel()
         await self._server.idle()

@@ -18,7 +18,7 @@ import structlog
 
 from qworker.engine.base import Backend, Engine, ModelSource
 from qworker.errors import JobError, LoadFailed, QworkerError
-from qworker.store.base import Store
+from qworker.store.base import Fetched, Store
 from qworker.store.card import Card
 from qworker.telemetry.counters import Counters
 from qworker.worker.headroom import Headroom
@@ -89,7 +89,7 @@ class Loader:
         ModelTooLarge.
         """
         found = await self._in_thread(lambda: self._store.fetch(card))
-        source, sample = [ModelSource(card.model, card.version, found.path, found.content)], found.sample
+        source, sample = [_source(card, found)], found.sample
         del found  # the file's bytes live in ``source`` alone, and leave it with the load
         nbytes = max(card.resident_bytes, self._measured.get(card.digest, 0))
         if not await self._zone.room(card.model, nbytes, within=self._claim_timeout):
@@ -197,3 +197,7 @@ def _close_abandoned(future: Future[Engine]) -> None:
     """Nobody waits for the engine any more, and its thread could not be stopped: close what it has made."""
     if not future.cancelled() and future.exception() is None:
         future.result().close()
+
+
+def _source(card: Card, found: Fetched) -> ModelSource:
+    return ModelSource(card.model, card.version, found.path, found.content, card.intra_op_threads)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from qworker.broker.base import Delivery, Session
-from qworker.engine.base import Engine
-from qworker.errors import DeadlineExceeded, InvalidInput, JobError
+from qworker.errors import InvalidInput, JobError
 from qworker.store.card import Card
 from qworker.wire.codec import decode_job, reply_kind
 from qworker.wire.limits import Limits
-from qworker.wire.messages import JSON, Job, Result, Tensor
+from qworker.wire.messages import JSON, Job, Result
 from qworker.wire.names import shown
 from qworker.wire.signature import Signature, check_inputs, check_outputs
 from qworker.wire.topology import DEADLINE_HEADER, PUBLISHED_HEADER
+from qworker.worker.batcher import Batcher, expired
 from qworker.worker.hot_zone import HotZone
 from qworker.worker.settle import Settler
 
@@ -29,7 +28,7 @@ BIG_JSON = 256 << 10
 class Serving:
     """What a model's jobs are answered with: an engine, or the reason why there is none."""
 
-    engine: Engine
+    batcher: Batcher
     card: Card
     signature: Signature
     since: float
@@ -40,7 +39,8 @@ class Serving:
 class Server:
     """Answers the deliveries of one model.
 
-    Owned here, on the event loop: ``in_hand``, the number of deliveries that are not settled yet.
+    Owned here, on the event loop: ``in_hand``, the number of deliveries that are not settled yet. The model
+    sets ``serving``, and ``window``: how many deliveries its consumers may have in hand.
     """
 
     def __init__(
@@ -49,16 +49,15 @@ class Server:
         zone: HotZone,
         settler: Settler,
         tasks: asyncio.TaskGroup,
-        threads: ThreadPoolExecutor,
         limits: Limits,
     ) -> None:
         self.model = model
         self.in_hand = 0
+        self.window = 0
         self.serving: Serving | JobError | None = None
         self._zone = zone
         self._settler = settler
         self._tasks = tasks
-        self._threads = threads
         self._limits = limits
         self._idle = asyncio.Event()
         self._idle.set()
@@ -74,6 +73,14 @@ class Server:
             self._tasks.create_task(self._answer(session, delivery))
 
         return take
+
+    def may_come(self) -> bool:
+        """Whether the broker may deliver another job before one is settled."""
+        return self.in_hand < self.window
+
+    def prefetch(self, least: int) -> int:
+        """Deliveries in hand that keep the runs full; at least ``least``."""
+        return max(least, self.serving.batcher.prefetch) if isinstance(self.serving, Serving) else least
 
     async def idle(self) -> None:
         """Wait until everything in hand is settled."""
@@ -104,7 +111,9 @@ class Server:
         if isinstance(serving, JobError):
             raise serving
         assert serving is not None, "a consumer was started before there was anything to serve"
-        _check_deadline(delivery, now)
+        deadline = _deadline(delivery)
+        if deadline is not None and deadline < now:
+            raise expired(deadline, now)
         return serving
 
     async def _decode(self, delivery: Delivery, job_id: str) -> Job:
@@ -129,17 +138,11 @@ class Server:
 
     async def _infer(self, job: Job, serving: Serving, delivery: Delivery, received: float) -> Result:
         started = time.perf_counter()
-
-        def run() -> tuple[list[Tensor], float]:
-            begun = time.perf_counter()
-            outputs = serving.engine.run(job.inputs, job.outputs)
-            return outputs, time.perf_counter() - begun
-
-        outputs, run_seconds = await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        outputs, run_seconds = await serving.batcher.run(job, _deadline(delivery))
         published = _published(delivery)
         timing = {
             "queue": max(0.0, received - published) if published is not None else 0.0,
-            "wait": time.perf_counter() - started - run_seconds,
+            "wait": max(0.0, time.perf_counter() - started - run_seconds),  # pieces of a large job run at once
             "run": run_seconds,
         }
         if published is not None and published < serving.since:
@@ -155,16 +158,13 @@ def _named(job: Job) -> Job:
 def _published(delivery: Delivery) -> float | None:
     """Unix seconds at which the publisher says that it published."""
     stamp = delivery.properties.headers.get(PUBLISHED_HEADER)
-    if isinstance(stamp, int):
+    if isinstance(stamp, int) and not isinstance(stamp, bool):
         return stamp / 1000
     whole = delivery.properties.timestamp_ms
     return None if whole is None else whole / 1000
 
 
-def _check_deadline(delivery: Delivery, now: float) -> None:
+def _deadline(delivery: Delivery) -> float | None:
+    """Unix seconds after which nobody wants the answer."""
     deadline = delivery.properties.headers.get(DEADLINE_HEADER)
-    if isinstance(deadline, int) and deadline / 1000 < now:
-        raise DeadlineExceeded(
-            f"the job's deadline passed {now - deadline / 1000:.3f} s before a worker had it: "
-            "allow more time, or see what the model waits for"
-        )
+    return deadline / 1000 if isinstance(deadline, int) and not isinstance(deadline, bool) else None

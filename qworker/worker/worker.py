@@ -101,6 +101,8 @@ class Worker:
             clock=clock,
             limits=Limits(max_body_bytes=int(settings.max_body)),
             prefetch=settings.prefetch,
+            threads=settings.threads,
+            max_queue_delay=settings.max_queue_delay,
             max_replicas=settings.max_replicas,
         )
 
