@@ -41,6 +41,87 @@ class TensorEntry(BaseModel):
         return TensorSpec(self.name, self.datatype, self.shape)
 
 
+Option = bool | int | float | str | None
+Shape = tuple[int, ...]
+
+
+class RangeEntry(BaseModel):
+    """Shapes that a plan's profile takes for one input; with ``values``, the values of an input that is a shape."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    min: Shape
+    opt: Shape
+    max: Shape
+    values: bool = False
+
+
+class BatchTime(BaseModel):
+    """How long one execution takes at a profile's best or largest shapes: the median, copies not included."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    profile: Annotated[int, Field(ge=0)]
+    at: Literal["opt", "max"]
+    ms: Annotated[float, Field(ge=0)]
+
+
+class GateEntry(BaseModel):
+    """What the accuracy gate measured: the converted model against the FP32 original."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rows: Annotated[int, Field(ge=0)]
+    held_out: bool
+    """False when the rows were made up, or were calibrated on."""
+    top1: Annotated[float, Field(ge=0, le=1)] | None
+    """Share of equal top-1 answers; None: no output has classes."""
+    max_error: float
+    relative_error: float
+    """The largest error of an output over that output's largest magnitude in the same row."""
+    max_top1_drop: float | None = None
+    """What was allowed; None: anything finite."""
+
+
+class Plan(BaseModel):
+    """Facts of a TensorRT plan. Flags are kept by name: their numbers change between versions of TensorRT."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: Literal["trt", "rtx"]
+    """``rtx``: built with TensorRT-RTX, for tests of the build; TensorRT does not take it."""
+    precision: Literal["fp32", "fp16", "int8"]
+    library_version: str
+    """TensorRT's own four numbers, as in ``11.4.0.106``."""
+    cuda_version: str | None = None
+    driver_version: str | None = None
+    compute_capability: str | None = None
+    """Of the device that it was built on, as in ``9.0``; None: built without one."""
+    device: str | None = None
+    version_compatible: bool = False
+    lean_runtime: bool = False
+    """The plan brings a runtime of its own: code that runs on the host."""
+    hardware_compatibility: str = "NONE"
+    flags: tuple[str, ...] = ()
+    profiles: tuple[dict[str, RangeEntry], ...] = ()
+    weights_bytes: Annotated[int, Field(ge=0)]
+    context_bytes: tuple[int, ...] = ()
+    """Scratch memory of one execution context, for each profile; empty: not measured."""
+    io_bytes: tuple[int, ...] = ()
+    """Inputs and outputs at the largest shapes, for each profile."""
+    free_memory_delta: int | None = None
+    """Free device memory before loading less that after warm-up; None: not measured."""
+    batch_ms: tuple[BatchTime, ...] = ()
+    source_sha256: Sha256
+    """Of the FP32 ONNX model with all its weights."""
+    options: dict[str, Option] = {}
+    """What the builder was asked for, and how the precision was made."""
+    build_seconds: Annotated[float, Field(ge=0)]
+    measured: bool
+    """False: built without a device; sizes are estimates."""
+    gate: GateEntry | None = None
+
+
 class BatchingEntry(BaseModel):
     """Rows of several jobs may share a run: they gave the same answers alone and together."""
 
@@ -79,7 +160,7 @@ class Card(BaseModel):
     format: Literal[1] = 1
     model: str
     version: str
-    backend: Literal["onnx"]
+    backend: Literal["onnx", "tensorrt"]
     files: Annotated[tuple[FileEntry, ...], Field(min_length=1)]
     """The first one is the model file; the others are its external weights and its warm-up sample."""
     sample: str | None = None
@@ -105,6 +186,8 @@ class Card(BaseModel):
     """Measured with one thread, by growing rows; empty: not measured."""
     intra_op_threads: Annotated[int, Field(ge=1)] | None = None
     """Threads within a run that were clearly faster than one where the model was registered; None: one."""
+    plan: Plan | None = None
+    """What only a TensorRT plan has; None for the other backends."""
 
     @property
     def digest(self) -> str:
