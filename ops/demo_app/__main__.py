@@ -196,8 +196,10 @@ def _options() -> argparse.Namespace:
 async def _main(options: argparse.Namespace, console: Console) -> int:
     task = asyncio.current_task()
     assert task is not None
-    # Like an interrupt from the keyboard, so that everything is stopped and removed on the way out.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    # Both by hand: a shell starts what runs in its background with interrupts ignored. The first one ends
+    # the demo, and everything is stopped and removed on the way out.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     folder = Path(tempfile.mkdtemp(prefix="qworker-demo-"))
     platform = Platform(folder, keep=options.keep)
     kept = False
@@ -227,7 +229,8 @@ def _tell_how_to_go_on(platform: Platform, console: Console) -> None:
     for worker in platform.workers:
         console.print(f"  {worker.name}: {worker.state_url}, log {worker.log}")
     console.print(
-        f"Call a model:      .venv/bin/qworker call magika --broker {platform.broker_url} --help\n"
+        "Call a model:      .venv/bin/qworker call onnx-words "
+        f"""-i 'x=["monday", "may", "june", "july"]' --broker {platform.broker_url}\n"""
         f"Stop all of it:    kill {pids}\n"
         f"Then remove:       rm -r {platform.folder}",
         soft_wrap=True,
