@@ -22,6 +22,7 @@ from tests.worker.conftest import SIZE
 from tests.worker.doubles import MIB, BackendDouble, Cable, is_hot, running, step
 
 X = np.ones((2, 3), np.float32)
+MORE_THAN_ANY_PREFETCH = 300
 
 
 async def call(client: Client, model: str) -> None:
@@ -292,20 +293,23 @@ async def test_no_third_replica(amqp_url: str, client: Client, identities: Path)
 async def test_stop_finishes_what_is_in_hand(
     amqp_url: str, client: Client, identities: Path, backend: BackendDouble
 ) -> None:
-    """The first phase takes no more, the job in hand is answered, the others stay in the queue."""
+    """The first phase takes no more, the jobs in hand are answered, the others stay in the queue."""
     backend.running.shut()
     async with await AioPikaConnector(amqp_url).connect() as session:
         async with running(amqp_url, identities, backend, prefetch=1) as worker, asyncio.TaskGroup() as calls:
             calls.create_task(call(client, "a"))
             await wait_until(lambda: backend.running.passing)
-            await publish(session, "a", "stays")
+            async with asyncio.TaskGroup() as publishes:
+                for number in range(MORE_THAN_ANY_PREFETCH):
+                    publishes.create_task(publish(session, "a", f"job-{number}"))
             worker.stop()
             await wait_until(lambda: step(worker, "a") == "cancel")
             assert worker.not_ready() == "draining"
             backend.running.open()
-        assert await ready(session, lane_queue("jobs", "a")) == 1
-        assert worker.counters.jobs_answered == 1
-        assert worker.counters.wakes == 1, "somebody else must know of the job that stays"
+        left = await ready(session, lane_queue("jobs", "a"))
+        assert left > 0
+        assert worker.counters.jobs_answered == MORE_THAN_ANY_PREFETCH + 1 - left
+        assert worker.counters.wakes == 1, "somebody else must know of the jobs that stay"
 
 
 async def test_stop_without_grace_gives_back_what_is_in_hand(
@@ -334,7 +338,7 @@ async def test_stop_without_grace_gives_back_what_is_in_hand(
 async def test_stop_while_loading(amqp_url: str, identities: Path, backend: BackendDouble, grace: int) -> None:
     """With grace the load ends first and the job is served; without, the job is left to others."""
     async with await AioPikaConnector(amqp_url).connect() as session:
-        async with running(amqp_url, identities, backend, grace=grace) as worker:
+        async with running(amqp_url, identities, backend, leaves_bytes=True, grace=grace) as worker:
             backend.loading.shut()
             await publish(session, "a", "one")
             await wait_until(lambda: backend.loading.passing)
@@ -342,6 +346,7 @@ async def test_stop_while_loading(amqp_url: str, identities: Path, backend: Back
             if grace:
                 await asyncio.sleep(0.05)
                 backend.loading.open()
+        assert worker.zone.held == 0
         backend.open_all()
         await wait_until(lambda: all(engine.closed for engine in backend.engines) and backend.engines)
         queue = lane_queue("jobs", "a")
