@@ -24,6 +24,7 @@ from qworker.worker.settle import Settler
 log = structlog.get_logger(__name__)
 
 UNROUTABLE_PREFETCH = 16
+STORE_PAUSE = 1.0
 
 Claim = Callable[[str, bool, "Hint"], bool]
 """Start claiming a model (for a replica, when the flag is set); False when the hint is of no use here."""
@@ -92,17 +93,10 @@ class Intake:
         model = delivery.routing_key
         try:
             check_model_id(model)
-            known = await self._registry.knows(model)
         except InvalidInput as error:
             await self._refuse(session, delivery, str(error))
             return
-        except StoreError as error:
-            # The store is away: nobody can tell yet. Keep the job; the broker has it back if we end.
-            log.warning("store.unreadable", reason=str(error))
-            await asyncio.sleep(1.0)
-            await delivery.give_back()
-            return
-        if not known:
+        if not await self._knows(model):
             why = f"no model {shown(model)} is registered: register it, or correct the routing key"
             await self._refuse(session, delivery, why)
             return
@@ -117,6 +111,19 @@ class Intake:
             return
         log.info("model.declared", model=model, lane=lane)
         await delivery.ack()
+
+    async def _knows(self, model: str) -> bool:
+        """Whether the store has ``model``; while the store is away nobody can tell, and the job stays in hand.
+
+        Giving it back each time would count as an attempt before RabbitMQ 4.3, and from 4.0 on the broker
+        drops what has come back 20 times. If we end, it has the job back.
+        """
+        while True:
+            try:
+                return await self._registry.knows(model)
+            except StoreError as error:
+                log.warning("store.unreadable", reason=str(error))
+                await asyncio.sleep(STORE_PAUSE)
 
     async def _refuse(self, session: Session, delivery: Delivery, why: str) -> None:
         job_id = delivery.properties.message_id or ""
