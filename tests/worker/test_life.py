@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 
 from qworker import Client
 from qworker.broker.aio_pika_session import AioPikaConnector
@@ -14,9 +15,11 @@ from qworker.broker.base import Properties, Session
 from qworker.wire.codec import encode_job
 from qworker.wire.datatypes import tensor
 from qworker.wire.messages import MSGPACK, Job
-from qworker.wire.topology import ACTIVATION, BACKLOG, COLD, REASON_HEADER, lane_queue, lease_queue
+from qworker.wire.topology import ACTIVATION, BACKLOG, COLD, DEAD, REASON_HEADER, lane_queue, lease_queue
 from qworker.worker.worker import Worker
+from tests.e2e.models import copy_store, put
 from tests.support.broker import Inbox, classic, ready
+from tests.support.models import identity
 from tests.support.waiting import wait_until
 from tests.worker.conftest import SIZE
 from tests.worker.doubles import MIB, BackendDouble, Cable, is_hot, running, step
@@ -222,6 +225,28 @@ async def test_jobs_that_come_while_it_leaves_keep_a_model(
             await wait_until(lambda: worker.counters.revivals == 1)
             await wait_until(lambda: worker.counters.jobs_answered == 6)
         assert loads(worker) == 1
+
+
+# --- jobs that no queue wanted ---------------------------------------------------------------------
+
+
+async def test_stray_jobs_wait_in_hand_while_the_store_is_away(amqp_url: str, identities: Path, tmp_path: Path) -> None:
+    """They are not given back again and again: each time counts as an attempt, and the broker drops the 21st."""
+    store = copy_store(identities, tmp_path / "store")
+    async with running(amqp_url, store) as worker, await AioPikaConnector(amqp_url).connect() as session:
+        away = store.rename(tmp_path / "away")
+        letters = Inbox()
+        await session.consume(DEAD, letters.take, prefetch=10)
+        await publish(session, "new", "a-stray")
+        with structlog.testing.capture_logs() as logs:
+            await wait_until(lambda: len([line for line in logs if line["event"] == "store.unreadable"]) >= 3)
+        put(away, "new", identity(), resident_bytes=1 << 40)
+        away.rename(store)
+        await wait_until(lambda: len(letters) == 1)
+        headers = letters.deliveries[0].properties.headers
+        assert headers["x-qworker-cause"] == "model_too_large"
+        assert "x-delivery-count" not in headers
+        assert worker.counters.jobs_given_back == 0
 
 
 # --- more than one worker --------------------------------------------------------------------------
