@@ -33,6 +33,15 @@ class ConnectionClosed(BrokerUnavailable):
         self.reply_code = reply_code
 
 
+def fresh(error: BrokerError) -> BrokerError:
+    """The same error for another caller: tracebacks of many must not pile up on one."""
+    if isinstance(error, ChannelClosed):
+        return ChannelClosed(error.reply_code, error.text, collateral=True)
+    again = BrokerUnavailable(str(error))
+    again.__cause__ = error
+    return again
+
+
 class Carrier(Protocol):
     """The link, as a channel sees it."""
 
@@ -81,7 +90,7 @@ class LinkChannel:
         reply: asyncio.Future[Frame] = self._loop.create_future()
         reply.add_done_callback(_seen)
         if self.error is not None:
-            reply.set_exception(self.error)
+            reply.set_exception(fresh(self.error))
             return reply
         self.link.write_method(self.number, method)
         self._waiters.append((method.valid_responses, reply))
@@ -128,13 +137,11 @@ class LinkChannel:
             self._close_waiter.set_result(None)
 
     def _fail_waiters(self, error: BrokerError) -> None:
-        self.error = behind = error
-        if isinstance(error, ChannelClosed):
-            behind = ChannelClosed(error.reply_code, error.text, collateral=True)
+        self.error = error
         waiters, self._waiters = self._waiters, deque()
         for place, (_, reply) in enumerate(waiters):
             if not reply.done():
-                reply.set_exception(error if place == 0 else behind)
+                reply.set_exception(error if place == 0 else fresh(error))
 
 
 def _seen(reply: asyncio.Future[Frame]) -> None:

@@ -101,6 +101,8 @@ class Control:
             raise
         finally:
             self._taking[queue] -= 1
+            if not self._taking[queue]:
+                del self._taking[queue]
         self._leases.add(queue)
         return True
 

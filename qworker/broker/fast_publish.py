@@ -281,9 +281,7 @@ def _too_large(size: int, limit: int) -> MessageTooLarge:
 
 
 def _lost(error: BrokerError) -> BrokerUnavailable:
-    """The session ended before the confirm."""
-    if isinstance(error, BrokerUnavailable):
-        return error
-    lost = BrokerUnavailable(f"the session ended before the broker confirmed: {error}")
+    """The session ended before the confirm. A new error for each caller: tracebacks must not pile up on one."""
+    lost = BrokerUnavailable(str(error))
     lost.__cause__ = error
     return lost

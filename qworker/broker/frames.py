@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from io import BytesIO
 from typing import Final
 
 from pamqp import frame as pamqp_frame
@@ -26,6 +27,7 @@ FRAME_MAX: Final = 131_072
 MAX_BODY: Final = 512 << 20
 """The largest body that RabbitMQ can be configured to let pass."""
 
+_TAKEN_IN_ADVANCE: Final = 16 << 20
 _OVERHEAD = 8
 _END = b"\xce"
 _METHOD, _HEADER, _BODY, _HEARTBEAT = 1, 2, 3, 8
@@ -109,12 +111,12 @@ _NO_PROPERTIES: Final = Properties()
 class _Content:
     """A message whose header or body is still to come."""
 
-    __slots__ = ("message", "missing", "parts")
+    __slots__ = ("body", "message", "missing")
 
     def __init__(self, message: Delivered | Returned) -> None:
         self.message = message
         self.missing = -1  # until the header tells
-        self.parts: list[bytes] = []
+        self.body: BytesIO | None = None  # of a message in several frames
 
 
 class FrameReader:
@@ -278,17 +280,28 @@ class FrameReader:
         missing = -1 if content is None else content.missing - (end - at)
         if content is None or missing < 0:
             raise FrameError(f"expected at most the announced body on channel {channel}, found {end - at} bytes more")
-        part = bytes(self._view[at:end])
+        whole = content.body
+        if whole is not None:
+            whole.write(self._view[at:end])
+        elif missing:
+            content.body = self._room_for(content.missing)
+            content.body.write(self._view[at:end])
         if missing:
             content.missing = missing
-            content.parts.append(part)
             return
-        if content.parts:
-            content.parts.append(part)
-            part = b"".join(content.parts)
-        content.message.body = part
+        # A BytesIO gives its buffer away as it is: the body has been copied once.
+        content.message.body = bytes(self._view[at:end]) if whole is None else whole.getvalue()
         del self._contents[channel]
         events.append(content.message)
+
+    @staticmethod
+    def _room_for(size: int) -> BytesIO:
+        """A buffer of the announced size, up to what may be taken before a byte of it has come."""
+        whole = BytesIO()
+        whole.seek(min(size, _TAKEN_IN_ADVANCE) - 1)
+        whole.write(b"\0")
+        whole.seek(0)
+        return whole
 
 
 def read_method(raw: bytes) -> Frame:

@@ -18,11 +18,11 @@ from pamqp.commands import Channel, Connection
 from qworker.broker.fast_address import Address, Limits, negotiate, refusal, start_ok, tls_refusal
 from qworker.broker.fast_channel import ChannelClosed, ConnectionClosed, LinkChannel
 from qworker.broker.fast_fields import FrameError
+from qworker.broker.fast_outbox import Outbox
 from qworker.broker.fast_pulse import Pulse
 from qworker.broker.frames import (
     HEARTBEAT,
     PROTOCOL_HEADER,
-    Buffer,
     Called,
     Confirmed,
     Delivered,
@@ -32,8 +32,6 @@ from qworker.broker.frames import (
 )
 from qworker.errors import BrokerError, BrokerRefused, BrokerUnavailable
 
-_FLUSH_BYTES = 256 << 10
-"""Written at once when one turn of the loop collects this much, so that back-pressure is noticed."""
 _TICKS_PER_HEARTBEAT = 4
 _MAX_TICK_S = 1.0
 _CLOSE_TIMEOUT_S = 3.0
@@ -96,17 +94,15 @@ class Link(asyncio.BufferedProtocol):
         self._channels: dict[int, LinkChannel] = {}
         self._free_ids: list[int] = []
         self._next_id = 1
-        self._out: list[Buffer] = []
-        self._out_bytes = 0
-        self._before_flush: list[Callable[[], None]] = []
-        self._flush_scheduled = False
+        self._outbox = Outbox()
+        self.write = self._outbox.write
+        self.before_flush = self._outbox.before_flush
         self._write_paused = False
         self._read_paused = False
         self._writable: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._pulse = Pulse(0, max_tick)  # no heartbeats before they are negotiated
         self._heard = True
-        self._wrote = True
 
     # --- life ---
 
@@ -127,10 +123,10 @@ class Link(asyncio.BufferedProtocol):
     async def close(self) -> None:
         """Say goodbye and end; what was written before still leaves. Bounded in time; idempotent."""
         if self.is_open:
-            self._flush()  # acks that are still to be said
+            self._outbox.flush()  # acks that are still to be said
             self._closing = True
             self.write_method(0, Connection.Close(reply_code=200, reply_text="done", class_id=0, method_id=0))
-            self._flush()
+            self._outbox.flush()
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self.wait_ended()
@@ -155,7 +151,7 @@ class Link(asyncio.BufferedProtocol):
         for channel in tuple(self._channels.values()):
             channel.end(error)
         self._channels.clear()
-        self._out.clear()
+        self._outbox.detach()
         if self._transport is not None:
             if politely is None:
                 self._transport.abort()
@@ -170,6 +166,7 @@ class Link(asyncio.BufferedProtocol):
         if self._ended.done():
             self._transport.abort()
             return
+        self._outbox.transport = self._transport
         self._transport.write(PROTOCOL_HEADER)
         self._timer = self._loop.call_later(self._pulse.tick_s, self._tick)
 
@@ -223,40 +220,9 @@ class Link(asyncio.BufferedProtocol):
                 self._writable = self._loop.create_future()
             await asyncio.shield(self._writable)
 
-    def write(self, buffers: list[Buffer], nbytes: int) -> None:
-        """Queue ``buffers`` (of ``nbytes`` in all) for the end of this turn of the loop."""
-        self._out += buffers
-        self._out_bytes += nbytes
-        if self._out_bytes >= _FLUSH_BYTES:
-            self._write_out()
-        elif not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
-
     def write_method(self, channel: int, method: Frame) -> None:
         raw = write_method(channel, method)
         self.write([raw], len(raw))
-
-    def before_flush(self, call: Callable[[], None]) -> None:
-        """Have ``call`` write what it has collected at the end of this turn of the loop."""
-        self._before_flush.append(call)
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        calls, self._before_flush = self._before_flush, []
-        for call in calls:
-            call()
-        self._flush_scheduled = False
-        self._write_out()
-
-    def _write_out(self) -> None:
-        out, self._out = self._out, []
-        self._out_bytes = 0
-        if out and self._transport is not None and not self._ended.done():
-            self._wrote = True
-            self._transport.writelines(out)
 
     # --- reading ---
 
@@ -386,8 +352,8 @@ class Link(asyncio.BufferedProtocol):
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._pulse.tick_s, self._tick)
-        beat = self._pulse.tick(heard=self._heard or self._read_paused, wrote=self._wrote)
-        self._wrote = self._heard = False
+        beat = self._pulse.tick(heard=self._heard or self._read_paused, wrote=self._outbox.wrote)
+        self._outbox.wrote = self._heard = False
         if beat == "dead":
             seconds = self.limits.heartbeat
             self.end(
