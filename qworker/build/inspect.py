@@ -19,10 +19,12 @@ _MERGE: Final = "onnx.save(onnx.load(PATH), NEW, save_as_external_data=True, all
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """``external``: names of the files beside the model that hold weights. ``rankless``: tensors."""
+    """``external``: names of the files beside the model that hold weights. ``rankless``: tensors.
+    ``dynamic_quantization``: a scale is taken over whole tensors at run time."""
 
     external: tuple[str, ...]
     rankless: frozenset[str]
+    dynamic_quantization: bool = False
 
 
 def inspect(path: Path) -> Inspected:
@@ -37,7 +39,8 @@ def inspect(path: Path) -> Inspected:
         for value in values
         if value.type.WhichOneof("value") == "tensor_type" and not value.type.tensor_type.HasField("shape")
     }
-    return Inspected(tuple(external), frozenset(rankless))
+    dynamic = any(node.op_type.startswith("DynamicQuantize") for node in _nodes(model))
+    return Inspected(tuple(external), frozenset(rankless), dynamic)
 
 
 def _read(path: Path) -> Any:
@@ -76,24 +79,29 @@ def _kind(start: bytes) -> str:
 
 
 def _tensors(model: Any) -> Iterator[Any]:
-    yield from _graph_tensors(model.graph)
-    for function in model.functions:
-        yield from _node_tensors(function.node)
-
-
-def _graph_tensors(graph: Any) -> Iterator[Any]:
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-    yield from _node_tensors(graph.node)
-
-
-def _node_tensors(nodes: Any) -> Iterator[Any]:
-    for node in nodes:
+    for owner in (model.graph, *model.functions):
+        for graph in _graphs(owner):
+            yield from getattr(graph, "initializer", ())  # a function has none of its own
+            for sparse in getattr(graph, "sparse_initializer", ()):
+                yield from (sparse.values, sparse.indices)
+    for node in _nodes(model):
         for attribute in node.attribute:
             yield from (attribute.t, *attribute.tensors)
-            for graph in (attribute.g, *attribute.graphs):
-                yield from _graph_tensors(graph)
+
+
+def _nodes(model: Any) -> Iterator[Any]:
+    for owner in (model.graph, *model.functions):
+        for graph in _graphs(owner):
+            yield from graph.node
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    """A graph, or a function, and the graphs in its nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _graphs(inner)
 
 
 def _is_external(tensor: Any) -> bool:

@@ -20,10 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+from qworker.build.together import look
 from qworker.engine import memory
 from qworker.engine.base import Engine, ModelSource
 from qworker.engine.warmup import made_up_inputs, read_sample, sample_tensors, write_sample
 from qworker.errors import InferenceFailed, InvalidInput, LoadFailed, ModelRefused
+from qworker.store.card import BatchingEntry, RunTime
 from qworker.wire.messages import Tensor
 from qworker.wire.signature import Signature, TensorSpec
 
@@ -38,13 +40,16 @@ _STDERR_LINES: Final = 3
 @dataclass(frozen=True, slots=True)
 class Request:
     """``self_contained``: load from the bytes, as a worker will. ``warmup``: where to write the made-up
-    inputs that suited, when there is no ``sample``."""
+    inputs that suited, when there is no ``sample``. ``tolerance``: between a row alone and among others, in
+    place of the one for each datatype."""
 
     path: str
     self_contained: bool
     warmup: str
     sample: str | None = None
     threads: int = 1
+    dynamic_quantization: bool = False
+    tolerance: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,10 @@ class Probed:
     load_seconds: float
     warmed: bool
     runtime: str
+    batching: BatchingEntry | None
+    unbatched: str | None
+    run_times: tuple[RunTime, ...]
+    intra_op_threads: int | None
 
 
 def probe(request: Request, *, timeout: float) -> Probed:
@@ -125,7 +134,13 @@ def _probed(answer: Mapping[str, Any]) -> Probed:
         )
 
     measured = {name: value for name, value in answer.items() if name not in {"inputs", "outputs"}}
-    return Probed(Signature(specs(answer["inputs"]), specs(answer["outputs"])), **measured)
+    batching = measured.pop("batching")
+    return Probed(
+        Signature(specs(answer["inputs"]), specs(answer["outputs"])),
+        batching=None if batching is None else BatchingEntry(**batching),
+        run_times=tuple(RunTime(rows=rows, seconds=seconds) for rows, seconds in measured.pop("run_times")),
+        **measured,
+    )
 
 
 # --- the child's side ---------------------------------------------------------------------------
@@ -148,7 +163,6 @@ def main() -> None:
 def _measure(request: Request) -> dict[str, Any]:
     from qworker.engine.onnx import OnnxBackend, runtime  # in the child only: a crash must not be ours
 
-    started = time.monotonic()
     backend = OnnxBackend(request.threads)
     _settle_library(backend)
     base = memory.rss_bytes()
@@ -161,6 +175,15 @@ def _measure(request: Request) -> dict[str, Any]:
     if tensors is not None:
         engine.run(tensors)
     resident = max(memory.peak_bytes(), memory.rss_bytes())
+    together = look(
+        engine,
+        tensors,
+        resident - base,
+        dynamic_quantization=request.dynamic_quantization,
+        tolerance=request.tolerance,
+    )
+    resident = max(resident, together.peak_bytes)
+    threads = together.threads(engine, lambda: OnnxBackend(_cpus()).load(_source(request)), _cpus())
     signature = engine.signature
     engine.close()
     del engine
@@ -169,9 +192,13 @@ def _measure(request: Request) -> dict[str, Any]:
         "outputs": [[spec.name, spec.datatype, spec.shape] for spec in signature.outputs],
         "resident_bytes": max(resident - base, _FLOOR_BYTES),
         "peak_bytes": max(peak - base, resident - base, _FLOOR_BYTES),
-        "load_seconds": round(_load_seconds(backend, request, tensors, started), 4),
+        "load_seconds": round(_load_seconds(backend, request, tensors), 4),
         "warmed": tensors is not None,
         "runtime": runtime(),
+        "batching": None if together.batching is None else together.batching.model_dump(),
+        "unbatched": together.unbatched,
+        "run_times": together.run_times,
+        "intra_op_threads": threads,
     }
 
 
@@ -189,8 +216,9 @@ def _warm_up_inputs(engine: Engine, request: Request) -> list[Tensor] | None:
     return tensors
 
 
-def _load_seconds(backend: Any, request: Request, tensors: list[Tensor] | None, started: float) -> float:
+def _load_seconds(backend: Any, request: Request, tensors: list[Tensor] | None) -> float:
     """The median of up to three loads and first runs from verified bytes, as a worker does them."""
+    started = time.monotonic()
     seconds: list[float] = []
     while len(seconds) < _LOADS:
         source = _source(request)
@@ -203,6 +231,10 @@ def _load_seconds(backend: Any, request: Request, tensors: list[Tensor] | None, 
         if time.monotonic() - started > _ENOUGH_SECONDS:
             break
     return statistics.median(seconds)
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def _source(request: Request) -> ModelSource:

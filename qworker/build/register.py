@@ -33,6 +33,7 @@ def register(
     sample: Path | None = None,
     *,
     timeout: float = PROBE_TIMEOUT,
+    tolerance: float | None = None,
     say: Callable[[str], object] = str,
 ) -> Card:
     """Probe a model and publish it; the card that the store has for it now.
@@ -40,6 +41,7 @@ def register(
     ``path`` is an ``.onnx`` file, or a folder with ``model.onnx`` and perhaps ``sample.npz``. The id comes
     from its name, the version is the next number. What is there already with the same bytes is left as it
     is (for a chosen version, or else for the newest one). ``say`` hears what is going on, in lines.
+    ``tolerance``: how far a row's floats may move among other rows, in place of what is usual for their datatype.
 
     Raises ModelRefused with the reason, InvalidInput for names that are none, StoreError.
     """
@@ -55,7 +57,7 @@ def register(
             say(f"version {there.version} of {model} has the same bytes: nothing changed")
             return there
         say(f"{model}: loading it in a process of its own to measure it")
-        probed = probe(_request(staging, inspected, sample), timeout=timeout)
+        probed = probe(_request(staging, inspected, sample, tolerance), timeout=timeout)
         if sample is None and probed.warmed:
             files.append(staging.adopt(MADE_UP))
         draft = _card(model, version or "1", files, probed, inspected)
@@ -124,12 +126,14 @@ def _already(store: LocalStore, model: str, version: str | None, files: Sequence
     return card if same else None
 
 
-def _request(staging: Staging, inspected: Inspected, sample: Path | None) -> Request:
+def _request(staging: Staging, inspected: Inspected, sample: Path | None, tolerance: float | None) -> Request:
     return Request(
         path=str(staging.folder / MODEL),
         self_contained=not inspected.external,
         warmup=str(staging.folder / MADE_UP),
         sample=None if sample is None else str(staging.folder / SAMPLE),
+        dynamic_quantization=inspected.dynamic_quantization,
+        tolerance=tolerance,
     )
 
 
@@ -153,4 +157,8 @@ def _card(model: str, version: str, files: Sequence[FileEntry], probed: Probed, 
         warmed=probed.warmed,
         runtime=probed.runtime,
         created=datetime.now(UTC),
+        batching=probed.batching,
+        unbatched=probed.unbatched,
+        run_times=probed.run_times,
+        intra_op_threads=probed.intra_op_threads,
     )

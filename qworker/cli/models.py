@@ -47,6 +47,9 @@ def register_models(
         Path | None, typer.Option("--sample", metavar="FILE.npz", help="Inputs to warm up on, by their names.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that loading and running once may take.")] = 300.0,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="How far a row's floats may move among other rows.")
+    ] = None,
     store: Store = None,
     broker: Annotated[
         str | None, typer.Option(help="Also declare the models' queues there, so that jobs are kept [QWORKER_BROKER]")
@@ -69,7 +72,7 @@ def register_models(
     outcomes: list[dict[str, Any]] = []
     for path in paths:
         try:
-            card = put_in(local, path, model_id, version, sample, timeout=timeout, say=_say)
+            card = put_in(local, path, model_id, version, sample, timeout=timeout, tolerance=tolerance, say=_say)
         except QworkerError as exc:
             _complain(str(exc) if str(path) in str(exc) else f"{path}: {exc}")
             outcomes.append({"path": str(path), "error": {"code": exc.code, "message": str(exc)}})
@@ -131,6 +134,8 @@ def show_model(
         ("in memory", _size(card.resident_bytes)),
         ("while loading", "not measured" if card.peak_bytes is None else _size(card.peak_bytes)),
         ("load", f"{card.load_seconds:.3f} s"),
+        ("batched", _batched(card)),
+        ("run", _run_times(card)),
         ("warm-up", card.sample or "none: no made-up input suits this model, give a --sample"),
         ("measured by", f"{card.runtime}, {card.created:%Y-%m-%d %H:%M:%S %Z}"),
     ):
@@ -198,6 +203,26 @@ def _print_cards(cards: Sequence[Card]) -> None:
             f"{card.load_seconds:.3f} s",
         )
     _console().print(table)
+
+
+def _batched(card: Card) -> str:
+    """How the model's jobs run: several in one run, or each by itself, and why."""
+    batching = card.batching
+    if batching is None or batching.max_rows == 1:
+        return f"no: {card.unbatched or 'registered before this was verified; register it again'}"
+    axes = ", ".join(f"{name} {axis}" for name, axis in {**batching.inputs, **batching.outputs}.items())
+    shared = [entry.name for entry in card.inputs if entry.name not in batching.inputs]
+    equal = f"; only jobs with the same {', '.join(shared)}" if shared else ""
+    return (
+        f"up to {batching.max_rows} rows (axes: {axes}){equal}; "
+        f"rows alone and together differ by {batching.max_error:.1g}, {batching.tolerance:.0e} is allowed"
+    )
+
+
+def _run_times(card: Card) -> str:
+    times = ", ".join(f"{time.rows}: {time.seconds * 1e3:.3f} ms" for time in card.run_times)
+    threads = f"; {card.intra_op_threads} threads within a run are clearly faster" if card.intra_op_threads else ""
+    return f"by rows {times}{threads}" if times else "not measured"
 
 
 def _tensor(entry: TensorEntry) -> str:
