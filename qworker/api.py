@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qworker.broker.aio_pika_session import DEFAULT_MAX_MESSAGE_BYTES, AioPikaConnector
 from qworker.broker.base import Connector
-from qworker.broker.fast_session import FastConnector
+from qworker.broker.fast.session import FastConnector
+from qworker.broker.reference.session import DEFAULT_MAX_MESSAGE_BYTES, AioPikaConnector
 from qworker.client.client import Client as _Client
 from qworker.client.replies import Reply, ReplyQueue
 from qworker.client.sync import SyncClient as _SyncClient

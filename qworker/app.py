@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from qworker.api import connector_for
-from qworker.broker.aio_pika_session import AioPikaConnector
+from qworker.broker.reference.session import AioPikaConnector
 from qworker.config import Settings
 from qworker.engine.onnx import OnnxBackend
 from qworker.store.local import LocalStore

@@ -29,10 +29,10 @@ from typing import Any
 import aio_pika
 import psutil
 
-from qworker.broker.aio_pika_session import AioPikaConnector
 from qworker.broker.base import Delivery, Properties, Session
-from qworker.broker.fast_session import FastConnector
+from qworker.broker.fast.session import FastConnector
 from qworker.broker.node import PrivateNode
+from qworker.broker.reference.session import AioPikaConnector
 from qworker.wire.topology import Queue
 
 QUEUE = "bench.echo"

@@ -12,8 +12,8 @@ from pamqp.base import Frame
 from pamqp.commands import Channel, Connection
 from pamqp.heartbeat import Heartbeat
 
-from qworker.broker.fast_address import parse_address
-from qworker.broker.link import Link, open_link
+from qworker.broker.fast.link import Link, open_link
+from qworker.broker.fast.url import parse_address
 
 T = TypeVar("T", bound=Frame)
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from qworker.broker.base import Delivery, Properties, Session
-from qworker.broker.fast_consumer import FastConsumer
-from qworker.broker.fast_session import FastConnector
+from qworker.broker.fast.consumer import FastConsumer
+from qworker.broker.fast.session import FastConnector
 from qworker.errors import BrokerError, BrokerUnavailable, PublishFailed, TopologyMismatch
 from qworker.wire.topology import Exchange, Queue, lane_topology, static_topology
 from tests.broker.fake_broker import Peer, broker, forever

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pamqp import decode, encode
 
 from qworker.broker.base import Properties
-from qworker.broker.fast_fields import FrameError, Headers, read_properties, read_table, write_table
+from qworker.broker.fast.fields import FrameError, Headers, read_properties, read_table, write_table
 from tests.broker.wire_samples import tables
 
 

@@ -17,8 +17,8 @@ from pamqp.commands import Basic, Connection, Queue
 from pamqp.header import ContentHeader
 
 from qworker.broker.base import Properties
-from qworker.broker.fast_fields import EncodeError, FrameError
-from qworker.broker.frames import (
+from qworker.broker.fast.fields import EncodeError, FrameError
+from qworker.broker.fast.frames import (
     Called,
     Confirmed,
     Delivered,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qworker.broker.fast_consumer import AckLedger
-from qworker.broker.fast_publish import ConfirmLedger, Outgoing
-from qworker.broker.fast_pulse import Pulse
+from qworker.broker.fast.consumer import AckLedger
+from qworker.broker.fast.publisher import ConfirmLedger, Outgoing
+from qworker.broker.fast.pulse import Pulse
 
 steps = st.lists(
     st.tuples(st.sampled_from(["deliver", "ack", "ack", "refuse", "flush"]), st.integers(0, 30)), max_size=80

@@ -8,10 +8,10 @@ import struct
 import pytest
 from pamqp.commands import Basic, Channel, Connection, Queue
 
-from qworker.broker.fast_address import parse_address
-from qworker.broker.fast_channel import ChannelClosed
-from qworker.broker.fast_fields import FrameError
-from qworker.broker.frames import HEARTBEAT, Delivered
+from qworker.broker.fast.channel import ChannelClosed
+from qworker.broker.fast.fields import FrameError
+from qworker.broker.fast.frames import HEARTBEAT, Delivered
+from qworker.broker.fast.url import parse_address
 from qworker.errors import BrokerRefused, BrokerUnavailable, ConfigError
 from tests.broker.fake_broker import Peer, broker, connect, forever, linked
 from tests.broker.wire_samples import delivery

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from qworker.broker.aio_pika_session import AioPikaConnector
 from qworker.broker.node import PrivateNode
+from qworker.broker.reference.session import AioPikaConnector
 from qworker.errors import BrokerUnavailable, ConfigError
 from tests.support import leaks
 from tests.support.broker import classic, fill, ready

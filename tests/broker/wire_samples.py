@@ -15,7 +15,7 @@ from pamqp.commands import Basic, Channel, Connection, Queue
 from pamqp.header import ContentHeader
 from pamqp.heartbeat import Heartbeat
 
-from qworker.broker.frames import Called, Confirmed, Delivered, Event, Returned
+from qworker.broker.fast.frames import Called, Confirmed, Delivered, Event, Returned
 
 short_texts = st.text(max_size=40)
 dates = st.integers(0, 2**32 - 1).map(lambda seconds: datetime.fromtimestamp(seconds, tz=UTC))

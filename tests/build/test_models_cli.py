@@ -12,7 +12,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from qworker.broker.aio_pika_session import AioPikaConnector
+from qworker.broker.reference.session import AioPikaConnector
 from qworker.broker.base import Depth
 from qworker.cli import models as models_cli
 from qworker.wire.topology import lane_queue

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qworker import Client
-from qworker.broker.aio_pika_session import AioPikaConnector
+from qworker.broker.reference.session import AioPikaConnector
 from qworker.errors import BrokerError, JobFailed, UnknownModel
 from qworker.wire.messages import Failure
 from tests.client.responder import MODEL, Responder

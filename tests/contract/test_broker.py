@@ -224,7 +224,7 @@ async def test_lease_ends_with_the_session(connect: Connect, amqp_url: str) -> N
 
 _HOLDER = """
 import asyncio, sys
-from qworker.broker.aio_pika_session import AioPikaConnector
+from qworker.broker.reference.session import AioPikaConnector
 async def main():
     session = await AioPikaConnector(sys.argv[1]).connect()
     assert await session.lease("l")

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pamqp.header import ContentHeader
 
-from qworker.broker.amqp_reader import decodable_header
 from qworker.broker.base import Connector, Delivery, Depth, Properties, Session
+from qworker.broker.reference.reader import decodable_header
 from qworker.errors import BrokerError, BrokerUnavailable, PublishFailed, Unroutable
 from qworker.wire.topology import DIRECT_REPLY_TO, Exchange
 from tests.support import leaks

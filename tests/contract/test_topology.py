@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from qworker.broker.aio_pika_session import AioPikaConnector
 from qworker.broker.base import Session
+from qworker.broker.reference.session import AioPikaConnector
 from qworker.wire.topology import (
     ACTIVATION,
     BATCH,

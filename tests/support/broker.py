@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from qworker.broker.aio_pika_session import AioPikaConnector
 from qworker.broker.base import Connector, Delivery, Properties, Session
+from qworker.broker.fast.session import FastConnector
+from qworker.broker.reference.session import AioPikaConnector
 from qworker.wire.topology import Queue
 
-CONNECTORS: dict[str, Callable[..., Connector]] = {"aio-pika": AioPikaConnector}
+CONNECTORS: dict[str, Callable[..., Connector]] = {"aio-pika": AioPikaConnector, "fast": FastConnector}
 """Every implementation passes the same suite; each takes the arguments of ``AioPikaConnector``."""
 
 

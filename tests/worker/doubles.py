@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from numpy.typing import NDArray
 
-from qworker.broker.aio_pika_session import AioPikaConnector
+from qworker.broker.reference.session import AioPikaConnector
 from qworker.config import Settings
 from qworker.engine.base import ModelSource
 from qworker.engine.onnx import OnnxBackend

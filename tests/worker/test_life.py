@@ -10,8 +10,8 @@ import pytest
 import structlog
 
 from qworker import Client
-from qworker.broker.aio_pika_session import AioPikaConnector
 from qworker.broker.base import Properties, Session
+from qworker.broker.reference.session import AioPikaConnector
 from qworker.wire.codec import encode_job
 from qworker.wire.datatypes import tensor
 from qworker.wire.messages import MSGPACK, Job

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qworker.broker.address import broker_url, shown
-from qworker.broker.amqp_errors import LIBRARY_ERRORS
-from qworker.broker.amqp_link import Link
 from qworker.broker.base import Depth, OnDelivery, OnReply, Properties
-from qworker.broker.consuming import MAX_PREFETCH, AioPikaConsumer
-from qworker.broker.control import Control
 from qworker.broker.direct_reply import Suspects
-from qworker.broker.publishing import AioPikaRpcChannel, Outbox, Publisher
-from qworker.broker.session_life import Life
+from qworker.broker.reference.consuming import MAX_PREFETCH, AioPikaConsumer
+from qworker.broker.reference.control import Control
+from qworker.broker.reference.errors import LIBRARY_ERRORS
+from qworker.broker.reference.life import Life
+from qworker.broker.reference.link import Link
+from qworker.broker.reference.publishing import AioPikaRpcChannel, Outbox, Publisher
 from qworker.errors import BrokerUnavailable
 from qworker.wire.topology import Binding, Exchange, Queue
 

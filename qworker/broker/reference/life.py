@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from qworker.broker.amqp_errors import ended, is_phantom
+from qworker.broker.reference.errors import ended, is_phantom
 from qworker.errors import BrokerUnavailable, QworkerError
 
 T = TypeVar("T")

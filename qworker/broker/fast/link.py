@@ -15,12 +15,9 @@ from typing import cast
 from pamqp.base import Frame
 from pamqp.commands import Channel, Connection
 
-from qworker.broker.fast_address import Address, Limits, negotiate, refusal, start_ok, tls_refusal
-from qworker.broker.fast_channel import ChannelClosed, ConnectionClosed, LinkChannel
-from qworker.broker.fast_fields import FrameError
-from qworker.broker.fast_outbox import Outbox
-from qworker.broker.fast_pulse import Pulse
-from qworker.broker.frames import (
+from qworker.broker.fast.channel import ChannelClosed, ConnectionClosed, LinkChannel
+from qworker.broker.fast.fields import FrameError
+from qworker.broker.fast.frames import (
     HEARTBEAT,
     PROTOCOL_HEADER,
     Called,
@@ -30,6 +27,9 @@ from qworker.broker.frames import (
     FrameReader,
     write_method,
 )
+from qworker.broker.fast.outbox import Outbox
+from qworker.broker.fast.pulse import Pulse
+from qworker.broker.fast.url import Address, Limits, negotiate, refusal, start_ok, tls_refusal
 from qworker.errors import BrokerError, BrokerRefused, BrokerUnavailable
 
 _TICKS_PER_HEARTBEAT = 4

@@ -12,12 +12,12 @@ import aiormq
 from aiormq import spec
 from aiormq.abc import DeliveredMessage
 
-from qworker.broker.amqp_errors import ENCODE_ERRORS, is_phantom, is_to_blame, publish_error, too_large
-from qworker.broker.amqp_link import Link, when_closed
-from qworker.broker.amqp_properties import from_amqp, to_amqp
 from qworker.broker.base import OnReply, Properties
 from qworker.broker.direct_reply import Suspects, is_direct_reply, is_well_formed
-from qworker.broker.session_life import Life
+from qworker.broker.reference.errors import ENCODE_ERRORS, is_phantom, is_to_blame, publish_error, too_large
+from qworker.broker.reference.life import Life
+from qworker.broker.reference.link import Link, when_closed
+from qworker.broker.reference.properties import from_amqp, to_amqp
 from qworker.errors import BrokerUnavailable, PublishFailed, Unroutable
 from qworker.wire.topology import DIRECT_REPLY_TO
 

@@ -16,8 +16,8 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from pamqp.commands import Connection
 
-from qworker.broker.fast_fields import write_table
-from qworker.broker.frames import FRAME_MAX
+from qworker.broker.fast.fields import write_table
+from qworker.broker.fast.frames import FRAME_MAX
 from qworker.errors import BrokerError, BrokerRefused, BrokerUnavailable, ConfigError
 
 _PORTS: Final = {"amqp": 5672, "amqps": 5671}

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import aiormq
 from aiormq.abc import AbstractChannel
 
-from qworker.broker.amqp_errors import LIBRARY_ERRORS, declare_error, described, is_phantom, refused
-from qworker.broker.amqp_link import Link
 from qworker.broker.base import Depth
-from qworker.broker.session_life import Life
+from qworker.broker.reference.errors import LIBRARY_ERRORS, declare_error, described, is_phantom, refused
+from qworker.broker.reference.life import Life
+from qworker.broker.reference.link import Link
 from qworker.errors import BrokerError, TopologyMismatch
 from qworker.wire.topology import Binding, Exchange, Queue
 

@@ -18,7 +18,7 @@ from pamqp.base import Frame
 from pamqp.exceptions import PAMQPException
 
 from qworker.broker.base import Properties
-from qworker.broker.fast_fields import EncodeError, FrameError, read_properties, short_string, write_properties
+from qworker.broker.fast.fields import EncodeError, FrameError, read_properties, short_string, write_properties
 
 PROTOCOL_HEADER: Final = b"AMQP\x00\x00\x09\x01"
 HEARTBEAT: Final = b"\x08\x00\x00\x00\x00\x00\x00\xce"

@@ -11,8 +11,8 @@ from pamqp.commands import Basic
 from pamqp.common import FieldTable
 
 from qworker.broker.base import OnDelivery, Properties
-from qworker.broker.fast_channel import ChannelClosed, LinkChannel
-from qworker.broker.frames import Buffer, Delivered, write_ack, write_nack, write_reject
+from qworker.broker.fast.channel import ChannelClosed, LinkChannel
+from qworker.broker.fast.frames import Buffer, Delivered, write_ack, write_nack, write_reject
 from qworker.errors import BrokerError, BrokerRefused, BrokerUnavailable
 
 

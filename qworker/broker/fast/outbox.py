@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from qworker.broker.frames import Buffer
+from qworker.broker.fast.frames import Buffer
 
 _FLUSH_BYTES: Final = 256 << 10
 """Written at once when one turn of the loop collects this much, so that back-pressure is noticed."""

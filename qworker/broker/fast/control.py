@@ -14,8 +14,8 @@ from pamqp.commands import Queue as QueueMethods
 from pamqp.common import FieldTable
 
 from qworker.broker.base import Depth
-from qworker.broker.fast_channel import ChannelClosed, LinkChannel
-from qworker.broker.link import Link
+from qworker.broker.fast.channel import ChannelClosed, LinkChannel
+from qworker.broker.fast.link import Link
 from qworker.errors import BrokerError, BrokerRefused, TopologyMismatch
 from qworker.wire.topology import Binding, Entity, Exchange, Queue
 

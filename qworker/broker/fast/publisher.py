@@ -13,9 +13,9 @@ from pamqp.commands import Confirm
 
 from qworker.broker.base import MessageTooLarge, Properties
 from qworker.broker.direct_reply import Suspects, is_direct_reply, is_well_formed
-from qworker.broker.fast_channel import ChannelClosed, ConnectionClosed, LinkChannel
-from qworker.broker.frames import Confirmed, Returned, write_publish
-from qworker.broker.link import Link
+from qworker.broker.fast.channel import ChannelClosed, ConnectionClosed, LinkChannel
+from qworker.broker.fast.frames import Confirmed, Returned, write_publish
+from qworker.broker.fast.link import Link
 from qworker.errors import BrokerError, BrokerRefused, BrokerUnavailable, PublishFailed, Unroutable
 
 _LOG = logging.getLogger(__name__)

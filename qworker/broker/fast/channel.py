@@ -10,8 +10,8 @@ from typing import Protocol
 from pamqp.base import Frame
 from pamqp.commands import Basic, Channel
 
-from qworker.broker.fast_fields import FrameError
-from qworker.broker.frames import Buffer, Confirmed, Delivered, Returned
+from qworker.broker.fast.fields import FrameError
+from qworker.broker.fast.frames import Buffer, Confirmed, Delivered, Returned
 from qworker.errors import BrokerError, BrokerUnavailable
 
 

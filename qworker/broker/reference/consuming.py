@@ -8,11 +8,11 @@ import aiormq
 from aiormq import spec
 from aiormq.abc import AbstractChannel, DeliveredMessage
 
-from qworker.broker.amqp_errors import LIBRARY_ERRORS, described, refused
-from qworker.broker.amqp_link import Link, when_closed
-from qworker.broker.amqp_properties import from_amqp
 from qworker.broker.base import OnDelivery, Properties
-from qworker.broker.session_life import Life
+from qworker.broker.reference.errors import LIBRARY_ERRORS, described, refused
+from qworker.broker.reference.life import Life
+from qworker.broker.reference.link import Link, when_closed
+from qworker.broker.reference.properties import from_amqp
 from qworker.errors import BrokerError, BrokerUnavailable
 
 MAX_PREFETCH = 65_535

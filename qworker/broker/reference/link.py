@@ -12,8 +12,8 @@ import aiormq
 from yarl import URL
 
 from qworker.broker.address import shown
-from qworker.broker.amqp_errors import LIBRARY_ERRORS, described
-from qworker.broker.amqp_reader import GuardedReader
+from qworker.broker.reference.errors import LIBRARY_ERRORS, described
+from qworker.broker.reference.reader import GuardedReader
 from qworker.errors import BrokerError, BrokerRefused, BrokerUnavailable, ConfigError
 
 CLOSE_TIMEOUT = 5.0

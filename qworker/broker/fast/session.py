@@ -18,13 +18,13 @@ from pamqp.commands import Basic
 from qworker.broker.address import broker_url, shown
 from qworker.broker.base import Consumer, Depth, OnDelivery, OnReply, Properties, RpcChannel, Session
 from qworker.broker.direct_reply import Suspects
-from qworker.broker.fast_address import Address, parse_address, tls_context
-from qworker.broker.fast_channel import ChannelClosed
-from qworker.broker.fast_consumer import FastConsumer
-from qworker.broker.fast_control import Control
-from qworker.broker.fast_publish import Publisher
-from qworker.broker.frames import Delivered
-from qworker.broker.link import Link, open_link
+from qworker.broker.fast.channel import ChannelClosed
+from qworker.broker.fast.consumer import FastConsumer
+from qworker.broker.fast.control import Control
+from qworker.broker.fast.frames import Delivered
+from qworker.broker.fast.link import Link, open_link
+from qworker.broker.fast.publisher import Publisher
+from qworker.broker.fast.url import Address, parse_address, tls_context
 from qworker.errors import BrokerError, BrokerRefused, BrokerUnavailable
 from qworker.wire.topology import DIRECT_REPLY_TO, Binding, Exchange, Queue
 
@@ -35,7 +35,7 @@ _MAX_PREFETCH: Final = 65_535
 class FastConnector:
     """Opens sessions on our own data plane; see ``Connector``.
 
-    The URL is read as ``fast_address`` says; the credential files, when given, are read at each connect.
+    The URL is read as ``url`` says; the credential files, when given, are read at each connect.
     ``heartbeat`` and ``confirm_timeout`` are seconds; the URL's ``heartbeat=`` wins. ``name`` is what the
     broker's listings show. Reading pauses while deliveries of more than ``max_held_bytes`` are unsettled.
     """
