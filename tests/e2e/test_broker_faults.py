@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pika
@@ -19,6 +21,8 @@ from tests.e2e.fleet import Fleet, WorkerProcess
 from tests.e2e.models import answer_of, copy_store, inputs_of
 from tests.support.rabbitmq import STRANGER, start_node
 from tests.support.waiting import wait_until_sync
+
+pytestmark = pytest.mark.broker
 
 REPLIES = "replies-that-survive"
 
@@ -44,8 +48,7 @@ class LateNode:
     """A node whose address is known before it runs."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
+        self.port = port_that_stays_free()
         self.url = f"amqp://guest:guest@127.0.0.1:{self.port}/"
         self.node: PrivateNode | None = None
         self._folder = folder
@@ -54,6 +57,18 @@ class LateNode:
         if self.node is None:
             self.node = start_node(self._folder, port=self.port)
         return self.node
+
+
+def port_that_stays_free() -> int:
+    """Not one of those that the system gives to outgoing connections.
+
+    While nobody listens on such a port, a client that keeps trying it is one day given it as its own, connects
+    to itself, and the broker cannot come back.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class Traffic(threading.Thread):
@@ -158,7 +173,8 @@ def test_wrong_password(fleet: Fleet) -> None:
     fleet.url = fleet.url.replace("guest:guest@", "guest:not-this-one@")
     fleet.start(1, wait=False)
     said = last_line(fleet.workers[0])
-    assert "refused the login" in said
+    assert "refused" in said
+    assert "assword" in said
     assert "not-this-one" not in fleet.workers[0].text()
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from qworker import Client
 from tests.e2e.models import put
+from tests.support.broker import CONNECTORS
 from tests.support.models import identity
-from tests.worker.doubles import MIB, BackendDouble, Cable
+from tests.worker.doubles import MIB, BackendDouble, Cable, Running, run_worker
 
 MODELS = ("a", "b", "c", "d")
 SIZE = 20 * MIB
@@ -41,3 +43,9 @@ async def client(amqp_url: str) -> AsyncIterator[Client]:
 async def cable(amqp_url: str) -> AsyncIterator[Cable]:
     async with Cable(amqp_url) as cable:
         yield cable
+
+
+@pytest.fixture(params=CONNECTORS)
+def running(request: pytest.FixtureRequest) -> Running:
+    """Starts a worker, on each implementation of the broker contract."""
+    return partial(run_worker, CONNECTORS[request.param])

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from numpy.typing import NDArray
 
-from qworker.broker.reference.session import AioPikaConnector
+from qworker.broker.base import Connector
 from qworker.config import Settings
 from qworker.engine.base import ModelSource
 from qworker.engine.onnx import OnnxBackend
@@ -194,13 +194,19 @@ async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, audi
 
 
 @asynccontextmanager
-async def running(
-    url: str, store: Path, backend: BackendDouble | None = None, *, leaves_bytes: bool = False, **settings: Any
+async def run_worker(
+    connect: Callable[..., Connector],
+    url: str,
+    store: Path,
+    backend: BackendDouble | None = None,
+    *,
+    leaves_bytes: bool = False,
+    **settings: Any,
 ) -> AsyncIterator[Worker]:
     """A worker in this process, ready; stopped at the end, with nothing in its ledger."""
     quick: dict[str, Any] = {"sweep_interval": 0.3, "min_residency": 0, "max_cold_wait": 30, "memory": 64 * MIB}
     chosen = Settings(store=str(store), name="in-process", **{**quick, **settings})
-    connector = AioPikaConnector(url, heartbeat=5, confirm_timeout=chosen.confirm_timeout)
+    connector = connect(url, heartbeat=5, confirm_timeout=chosen.confirm_timeout)
     worker = Worker(chosen, connector, LocalStore(store), backend or OnnxBackend())
     if not leaves_bytes:
         leaks.register_ledger(lambda: worker.zone.held, "the worker")
@@ -213,6 +219,14 @@ async def running(
             if backend is not None and not leaves_bytes:
                 backend.open_all()
             worker.stop()
+
+
+class Running(Protocol):
+    """Starts a worker: ``run_worker`` on one of the broker implementations."""
+
+    def __call__(
+        self, url: str, store: Path, backend: BackendDouble | None = None, **more: Any
+    ) -> AbstractAsyncContextManager[Worker]: ...
 
 
 def step(worker: Worker, model: str) -> str | None:

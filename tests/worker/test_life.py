@@ -22,7 +22,7 @@ from tests.support.broker import Inbox, classic, ready
 from tests.support.models import identity
 from tests.support.waiting import wait_until
 from tests.worker.conftest import SIZE
-from tests.worker.doubles import MIB, BackendDouble, Cable, is_hot, running, step
+from tests.worker.doubles import MIB, BackendDouble, Cable, Running, is_hot, step
 
 X = np.ones((2, 3), np.float32)
 MORE_THAN_ANY_PREFETCH = 300
@@ -53,7 +53,9 @@ async def publish(session: Session, model: str, job_id: str = "", reply_to: str 
 # --- a session that ends ---------------------------------------------------------------------------
 
 
-async def test_cut_off_while_hot(cable: Cable, client: Client, identities: Path, backend: BackendDouble) -> None:
+async def test_cut_off_while_hot(
+    running: Running, cable: Cable, client: Client, identities: Path, backend: BackendDouble
+) -> None:
     """The worker comes back with its lease and its consumer, and does not load again what it has."""
     async with running(cable.url, identities, backend) as worker:
         await call(client, "a")
@@ -64,7 +66,9 @@ async def test_cut_off_while_hot(cable: Cable, client: Client, identities: Path,
         assert worker.zone.held == SIZE
 
 
-async def test_cut_off_for_a_while(cable: Cable, client: Client, identities: Path, backend: BackendDouble) -> None:
+async def test_cut_off_for_a_while(
+    running: Running, cable: Cable, client: Client, identities: Path, backend: BackendDouble
+) -> None:
     """Jobs that come meanwhile wait, and are answered once it is back."""
     async with running(cable.url, identities, backend) as worker:
         await call(client, "a")
@@ -78,7 +82,9 @@ async def test_cut_off_for_a_while(cable: Cable, client: Client, identities: Pat
         assert loads(worker) == 2
 
 
-async def test_cut_off_while_loading(cable: Cable, client: Client, identities: Path, backend: BackendDouble) -> None:
+async def test_cut_off_while_loading(
+    running: Running, cable: Cable, client: Client, identities: Path, backend: BackendDouble
+) -> None:
     """The load goes on, and is the only one."""
     backend.loading.shut()
     async with running(cable.url, identities, backend) as worker, asyncio.TaskGroup() as calls:
@@ -92,7 +98,7 @@ async def test_cut_off_while_loading(cable: Cable, client: Client, identities: P
 
 
 async def test_cut_off_while_waiting_for_bytes(
-    cable: Cable, client: Client, identities: Path, backend: BackendDouble
+    running: Running, cable: Cable, client: Client, identities: Path, backend: BackendDouble
 ) -> None:
     """Who waits for bytes goes on waiting, gets them, and serves on the new session."""
     async with running(cable.url, identities, backend, memory=SIZE + MIB) as worker:
@@ -110,7 +116,9 @@ async def test_cut_off_while_waiting_for_bytes(
         assert worker.zone.peak <= SIZE + MIB
 
 
-async def test_lost_while_leaving(cable: Cable, client: Client, identities: Path, backend: BackendDouble) -> None:
+async def test_lost_while_leaving(
+    running: Running, cable: Cable, client: Client, identities: Path, backend: BackendDouble
+) -> None:
     """A model that was told to leave has left when the session ends: its bytes go to the one that waits."""
     async with running(cable.url, identities, backend, memory=SIZE + MIB, max_cold_wait=0.2) as worker:
         await call(client, "a")
@@ -128,7 +136,7 @@ async def test_lost_while_leaving(cable: Cable, client: Client, identities: Path
 
 
 async def test_result_is_confirmed_before_the_job_is_acked(
-    cable: Cable, amqp_url: str, identities: Path, backend: BackendDouble
+    running: Running, cable: Cable, amqp_url: str, identities: Path, backend: BackendDouble
 ) -> None:
     """While the confirm of the result has not come the job is not acked: cut off then, it is run again."""
     async with await AioPikaConnector(amqp_url).connect() as session:
@@ -150,7 +158,9 @@ async def test_result_is_confirmed_before_the_job_is_acked(
         assert await ready(session, lane_queue("jobs", "a")) == 0
 
 
-async def test_broker_away_at_the_stop(cable: Cable, client: Client, identities: Path, backend: BackendDouble) -> None:
+async def test_broker_away_at_the_stop(
+    running: Running, cable: Cable, client: Client, identities: Path, backend: BackendDouble
+) -> None:
     """A worker that cannot reach its broker stops all the same, and gives everything back."""
     async with running(cable.url, identities, backend) as worker:
         await call(client, "a")
@@ -167,7 +177,9 @@ async def hint(session: Session, model: str, reason: str = "sweep") -> None:
     await session.publish(COLD, model, b"", Properties(headers={REASON_HEADER: reason}))
 
 
-async def test_hint_for_a_hot_model_is_dropped(amqp_url: str, client: Client, identities: Path) -> None:
+async def test_hint_for_a_hot_model_is_dropped(
+    running: Running, amqp_url: str, client: Client, identities: Path
+) -> None:
     """It is acked and starts nothing."""
     async with running(amqp_url, identities) as worker, await AioPikaConnector(amqp_url).connect() as session:
         await call(client, "a")
@@ -178,7 +190,7 @@ async def test_hint_for_a_hot_model_is_dropped(amqp_url: str, client: Client, id
         assert loads(worker) == 1
 
 
-async def test_stale_hint_loads_nothing(amqp_url: str, identities: Path) -> None:
+async def test_stale_hint_loads_nothing(running: Running, amqp_url: str, identities: Path) -> None:
     """No job waits: the claim ends after its look, and the lease is free again."""
     async with running(amqp_url, identities) as worker, await AioPikaConnector(amqp_url).connect() as session:
         await hint(session, "a")
@@ -188,7 +200,7 @@ async def test_stale_hint_loads_nothing(amqp_url: str, identities: Path) -> None
 
 
 async def test_hint_while_leaving_is_kept(
-    amqp_url: str, client: Client, identities: Path, backend: BackendDouble
+    running: Running, amqp_url: str, client: Client, identities: Path, backend: BackendDouble
 ) -> None:
     """A job that comes while the model unloads is served by the next claim, which its hint starts."""
     settings = {"memory": SIZE + MIB, "sweep_interval": 60}  # no sweep can help
@@ -208,7 +220,7 @@ async def test_hint_while_leaving_is_kept(
 
 
 async def test_jobs_that_come_while_it_leaves_keep_a_model(
-    amqp_url: str, client: Client, identities: Path, backend: BackendDouble
+    running: Running, amqp_url: str, client: Client, identities: Path, backend: BackendDouble
 ) -> None:
     """It was told to leave, looks back, finds jobs, and stays: no load is lost on it."""
     async with running(amqp_url, identities, backend, memory=SIZE + MIB, prefetch=1, max_cold_wait=2) as worker:
@@ -230,7 +242,9 @@ async def test_jobs_that_come_while_it_leaves_keep_a_model(
 # --- jobs that no queue wanted ---------------------------------------------------------------------
 
 
-async def test_stray_jobs_wait_in_hand_while_the_store_is_away(amqp_url: str, identities: Path, tmp_path: Path) -> None:
+async def test_stray_jobs_wait_in_hand_while_the_store_is_away(
+    running: Running, amqp_url: str, identities: Path, tmp_path: Path
+) -> None:
     """They are not given back again and again: each time counts as an attempt, and the broker drops the 21st."""
     store = copy_store(identities, tmp_path / "store")
     async with running(amqp_url, store) as worker, await AioPikaConnector(amqp_url).connect() as session:
@@ -252,7 +266,7 @@ async def test_stray_jobs_wait_in_hand_while_the_store_is_away(amqp_url: str, id
 # --- more than one worker --------------------------------------------------------------------------
 
 
-async def test_two_workers_share_the_models(amqp_url: str, client: Client, identities: Path) -> None:
+async def test_two_workers_share_the_models(running: Running, amqp_url: str, client: Client, identities: Path) -> None:
     """Each model is loaded by one of them, however many jobs it has."""
     async with running(amqp_url, identities) as one, running(amqp_url, identities) as two:
         async with asyncio.TaskGroup() as calls:
@@ -264,7 +278,7 @@ async def test_two_workers_share_the_models(amqp_url: str, client: Client, ident
 
 
 async def test_a_replica_when_there_is_a_backlog(
-    amqp_url: str, client: Client, identities: Path, backend: BackendDouble
+    running: Running, amqp_url: str, client: Client, identities: Path, backend: BackendDouble
 ) -> None:
     """A hint for a backlog makes the second worker take the next slot; a plain one does not."""
     other = BackendDouble()
@@ -297,7 +311,7 @@ async def test_a_replica_when_there_is_a_backlog(
         assert min(one.counters.jobs_answered, two.counters.jobs_answered) >= 1
 
 
-async def test_no_third_replica(amqp_url: str, client: Client, identities: Path) -> None:
+async def test_no_third_replica(running: Running, amqp_url: str, client: Client, identities: Path) -> None:
     """With one slot there is one worker, whatever the backlog says."""
     async with (
         running(amqp_url, identities) as one,
@@ -316,7 +330,7 @@ async def test_no_third_replica(amqp_url: str, client: Client, identities: Path)
 
 
 async def test_stop_finishes_what_is_in_hand(
-    amqp_url: str, client: Client, identities: Path, backend: BackendDouble
+    running: Running, amqp_url: str, client: Client, identities: Path, backend: BackendDouble
 ) -> None:
     """The first phase takes no more, the jobs in hand are answered, the others stay in the queue."""
     backend.running.shut()
@@ -338,7 +352,7 @@ async def test_stop_finishes_what_is_in_hand(
 
 
 async def test_stop_without_grace_gives_back_what_is_in_hand(
-    amqp_url: str, identities: Path, backend: BackendDouble
+    running: Running, amqp_url: str, identities: Path, backend: BackendDouble
 ) -> None:
     """The second phase at once: unsettled jobs go back to the queue, for another worker."""
     async with await AioPikaConnector(amqp_url).connect() as session:
@@ -360,7 +374,9 @@ async def test_stop_without_grace_gives_back_what_is_in_hand(
 
 
 @pytest.mark.parametrize("grace", [0, 30])
-async def test_stop_while_loading(amqp_url: str, identities: Path, backend: BackendDouble, grace: int) -> None:
+async def test_stop_while_loading(
+    running: Running, amqp_url: str, identities: Path, backend: BackendDouble, grace: int
+) -> None:
     """With grace the load ends first and the job is served; without, the job is left to others."""
     async with await AioPikaConnector(amqp_url).connect() as session:
         async with running(amqp_url, identities, backend, leaves_bytes=True, grace=grace) as worker:
@@ -384,7 +400,7 @@ async def test_stop_while_loading(amqp_url: str, identities: Path, backend: Back
 
 
 async def test_stop_while_waiting_for_bytes(
-    amqp_url: str, client: Client, identities: Path, backend: BackendDouble
+    running: Running, amqp_url: str, client: Client, identities: Path, backend: BackendDouble
 ) -> None:
     """Who waits for bytes waits no longer, and its job stays in the queue."""
     async with await AioPikaConnector(amqp_url).connect() as session:
