@@ -53,6 +53,8 @@ def rough_node(shared_node: PrivateNode) -> Iterator[PrivateNode]:
 async def test_a_blocked_broker_makes_publishes_wait(rough_node: PrivateNode, connect: Connect) -> None:
     """Under a memory alarm publishes wait, without a time-out, while consuming and settling go on."""
     session = await connect(rough_node.url, confirm_timeout=1.0)
+    for left in ("in", "out"):  # by the other implementation's run
+        await session.delete_queue(left)
     await session.declare(classic("in"), classic("out"))
     await fill(session, "in", *[b"x"] * 20)
     await asyncio.to_thread(rough_node.ctl, "set_vm_memory_high_watermark", "0.000001")
@@ -200,6 +202,7 @@ async def test_tls(
     url = f"amqps://guest:guest@127.0.0.1:{rough_node.tls_port}/"
 
     session = await connect(f"{url}?cafile={authority}")
+    await session.delete_queue("secret")
     await session.declare(classic("secret"))
     await fill(session, "secret", b"x" * 90_000)
     assert await ready(session, "secret") == 1
