@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,6 @@ import pytest
 from tests.e2e.caller import Caller
 from tests.e2e.fleet import Fleet
 from tests.e2e.models import copy_store, fill
-from tests.support.rabbitmq import SuiteNode
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,22 +40,3 @@ def caller(amqp_url: str) -> Iterator[Caller]:
     """A plain AMQP client on the fleet's virtual host."""
     with Caller(amqp_url) as caller:
         yield caller
-
-
-@pytest.fixture(scope="module")
-def module_fleet(
-    suite_node: SuiteNode, made_up_store: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Fleet]]:
-    """Makes a fleet that the tests of one file share, and finishes it."""
-    folder = tmp_path_factory.mktemp("fleet")
-    fleets: list[Fleet] = []
-
-    def make() -> Fleet:
-        number = len(fleets)
-        store = copy_store(made_up_store, folder / f"store{number}")
-        fleets.append(Fleet(suite_node.fresh_url(), store, folder / f"workers{number}"))
-        return fleets[-1]
-
-    yield make
-    for fleet in fleets:
-        fleet.stop()
