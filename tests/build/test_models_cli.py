@@ -12,8 +12,8 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from qworker.broker.reference.session import AioPikaConnector
 from qworker.broker.base import Depth
+from qworker.broker.reference.session import AioPikaConnector
 from qworker.cli import models as models_cli
 from qworker.wire.topology import lane_queue
 from tests.support import models
