@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from qworker.build.calibrate_rows import Rows, fixed_rows, read_rows
 from qworker.build.convert import check_takeable, inputs_of, read_model, release_names, source_digest, write_model
 from qworker.build.gate import INT8_TOP1_DROP, check, gate_words
-from qworker.build.plan_batch import why_not_batched
 from qworker.build.plan_convert import Converted, Recipe, convert
 from qworker.build.profiles import Profile, parse_profiles, settle_profiles
 from qworker.build.register import register
@@ -26,7 +25,7 @@ from qworker.build.tensorrt_device import Measured, find_device, measure
 from qworker.engine.warmup import read_sample
 from qworker.errors import InvalidInput, ModelRefused
 from qworker.policy.plan_choice import DeviceFacts
-from qworker.store.card import Card, GateEntry, Option, Plan, RangeEntry
+from qworker.store.card import Card, GateEntry, Option, Plan, RangeEntry, RunTime
 from qworker.store.local import LocalStore
 from qworker.store.plans import plan_cards, plan_name, publish_plan
 from qworker.wire.datatypes import itemsize
@@ -125,10 +124,11 @@ def _prepare(request: PlanRequest, source: Card, path: Path, teller: Teller) -> 
     del model
     rows = _rows(request, source, path, inputs)
     given = parse_profiles(request.profiles)
-    profiles = settle_profiles(inputs, given, lambda: why_not_batched(path, inputs, rows))
+    axes = {} if source.batching is None else source.batching.inputs
+    profiles = settle_profiles(inputs, given, axes, source.unbatched)
     if profiles and not given:
         for name, bounds in profiles[0].items():
-            teller.say(f"profile derived for {name}: {bounds} (rows run alone and together give the same)")
+            teller.say(f"profile derived for {name}: {bounds} (rows gave the same answers alone and together)")
     drop = request.max_top1_drop
     if drop is None and request.recipe.precision == "int8":
         drop = INT8_TOP1_DROP
@@ -232,6 +232,7 @@ def _build(
             warmed=work.source.warmed,
             runtime=kit.name,
             created=datetime.now(UTC),
+            **_batching(work, plan),
             plan=plan,
         )
         return publish_plan(store, staging, card)
@@ -314,6 +315,28 @@ def _input_bytes(work: _Work) -> tuple[int, ...]:
             total += elements * itemsize(entry.datatype)
         sizes.append(total)
     return tuple(sizes)
+
+
+def _batching(work: _Work, plan: Plan) -> dict[str, Any]:
+    """As the source was verified, within the profiles; the run times are this plan's own."""
+    batching = work.source.batching
+    if batching is None:
+        return {"unbatched": work.source.unbatched}
+    sizes = [
+        {at: _rows_of(profile, batching.inputs, at) for at in ("opt", "max")} for profile in plan.profiles if profile
+    ]
+    most = max((size["max"] for size in sizes), default=1)
+    times = {sizes[time.profile][time.at]: time.ms / 1000 for time in plan.batch_ms if time.profile < len(sizes)}
+    return {
+        "batching": batching.model_copy(update={"max_rows": most}),
+        "run_times": tuple(RunTime(rows=rows, seconds=seconds) for rows, seconds in sorted(times.items())),
+    }
+
+
+def _rows_of(profile: Mapping[str, RangeEntry], axes: Mapping[str, int], at: str) -> int:
+    """The rows that a profile takes at its best or largest: the fewest that any input allows."""
+    given = [(profile[name], axis) for name, axis in axes.items() if name in profile]
+    return min((getattr(bounds, at)[axis] for bounds, axis in given), default=1)
 
 
 def _resident(plan: Plan) -> int:

@@ -8,7 +8,7 @@ whose *values* are shapes (the second input of Reshape or Expand) take values: `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -54,13 +54,13 @@ def parse_profiles(texts: Sequence[str]) -> tuple[Profile, ...]:
 
 
 def settle_profiles(
-    inputs: Sequence[TensorSpec], given: Sequence[Profile], rows_are_independent: Callable[[], str | None]
+    inputs: Sequence[TensorSpec], given: Sequence[Profile], axes: Mapping[str, int], unbatched: str | None = None
 ) -> tuple[Profile, ...]:
     """The profiles to build with: those given, checked, or one derived for the batch axis.
 
-    Dynamic sizes of inputs that no text mentions are derived when only the first axis is dynamic and
-    ``rows_are_independent`` finds nothing against it (it returns the reason, or None). Raises InvalidInput
-    naming the input and the axis otherwise. No profile at all is needed when every size is fixed.
+    ``axes`` are those that were verified to count rows, by input; ``unbatched`` says why there are none. An
+    open size that no text gives is derived when it is such an axis, else InvalidInput names it. No profile at
+    all is needed when every size is fixed.
     """
     known = {spec.name: spec for spec in inputs}
     for profile in given:
@@ -75,14 +75,11 @@ def settle_profiles(
     if not open_inputs:
         return tuple(given)
     profiles = [dict(profile) for profile in given] or [{}]
-    verdict: list[str | None] = []
     for number, profile in enumerate(profiles, 1):
         for spec in open_inputs:
-            if spec.name in profile:
-                continue
-            if not verdict and open_axes(spec) == [0]:
-                verdict.append(rows_are_independent())
-            profile[spec.name] = _derive(spec, number, len(profiles), verdict[0] if verdict else None, given)
+            if spec.name not in profile:
+                where = f" in profile {number}" if len(profiles) > 1 else ""
+                profile[spec.name] = _derive(spec, axes.get(spec.name), unbatched, where, given)
     return tuple(profiles)
 
 
@@ -121,27 +118,28 @@ def _check_fits(spec: TensorSpec, wanted: Range) -> None:
             )
 
 
-def _derive(spec: TensorSpec, number: int, profiles: int, against: str | None, given: Sequence[Profile]) -> Range:
+def _derive(spec: TensorSpec, batch: int | None, unbatched: str | None, where: str, given: Sequence[Profile]) -> Range:
     assert spec.shape is not None
-    missing = f"input {shown(spec.name)} has no --profile" + (f" in profile {number}" if profiles > 1 else "")
-    others = [axis for axis in open_axes(spec) if axis != 0]
-    example = f"--profile {spec.name}={','.join('x'.join(_example(spec, size)) for size in DERIVED)}"
+    missing = f"input {shown(spec.name)} has no --profile{where}"
+    others = [axis for axis in open_axes(spec) if axis != batch]
+    example = f"--profile {spec.name}={','.join('x'.join(_example(spec, batch or 0, size)) for size in DERIVED)}"
+    if batch is None and others == [0]:
+        raise InvalidInput(
+            f"{missing}, and its first axis was not found to count rows ({unbatched or 'it was never looked at'}): "
+            f"give the sizes, as in {example}"
+        )
     if others:
         named = ", ".join(f"axis {axis} ({_dim_words(spec, axis)})" for axis in others)
         raise InvalidInput(f"{missing}, and its {named} may be of any size: give the sizes, as in {example}")
     if given:
         raise InvalidInput(f"{missing}, and others have one: give it too, as in {example}")
-    if against is not None:
-        raise InvalidInput(
-            f"{missing}, and its first axis is not a batch axis ({against}): give the sizes, as in {example}"
-        )
-    low, best, high = ((size, *(int(dim) for dim in spec.shape[1:] if isinstance(dim, int))) for size in DERIVED)
+    low, best, high = (tuple(dim if isinstance(dim, int) else size for dim in spec.shape) for size in DERIVED)
     return Range(low, best, high)
 
 
-def _example(spec: TensorSpec, size: int) -> list[str]:
+def _example(spec: TensorSpec, batch: int, size: int) -> list[str]:
     shape = spec.shape or ()
-    return [str(dim) if isinstance(dim, int) else str(size) if axis == 0 else "N" for axis, dim in enumerate(shape)]
+    return [str(dim) if isinstance(dim, int) else str(size) if axis == batch else "N" for axis, dim in enumerate(shape)]
 
 
 def _dim_words(spec: TensorSpec, axis: int) -> str:

@@ -49,9 +49,12 @@ class Complaints:
     """The last errors that the library logged: its calls return None and say nothing."""
 
     lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=_REMEMBERED))
+    warned: set[str] = field(default_factory=set[str])
+    """A warning comes once for each layer: once is enough."""
 
     def clear(self) -> None:
         self.lines.clear()
+        self.warned.clear()
 
     def __str__(self) -> str:
         return "; ".join(dict.fromkeys(self.lines)) or "it gave no reason"
@@ -144,6 +147,10 @@ def _hear(target: Target, complaints: Complaints, severity: str, text: str) -> N
     if level is None:  # VERBOSE: thousands of lines a second
         return
     line = " ".join(text.split())
-    if level == "error":
+    if level == "warning":
+        if line in complaints.warned:
+            return
+        complaints.warned.add(line)
+    elif level == "error":
         complaints.lines.append(line if len(line) <= 500 else f"{line[:500]}...")
     getattr(log, level)("tensorrt.log", library=LIBRARY[target], severity=severity, text=line)
