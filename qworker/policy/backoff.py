@@ -17,7 +17,8 @@ class Quarantine:
 
     attempts: int
     retry_at: float
-    permanent: bool
+    refusing: bool
+    """Jobs get a failure until a load goes well."""
     reason: str
 
 
@@ -25,9 +26,10 @@ class LoadHistory:
     """Failed loads by digest: attempts, growing waits, and the last reason.
 
     A claim asks in this order: ``may_try`` → load; else ``refused`` → answer the jobs with a typed
-    failure; else leave them waiting. A transient failure is tried again for ever, at ever longer
-    intervals, so that a store that was away for an hour heals by itself; its jobs wait while attempts
-    are left and are answered after that. A permanent one is never tried again.
+    failure; else leave them waiting. Every failure is tried again for ever, at ever longer intervals: a
+    store that was away for an hour heals by itself, and so does a file that somebody repairs. What differs
+    is the jobs: they wait while a failure may pass by itself and attempts are left, and are answered at
+    once when the bytes themselves are at fault.
     """
 
     def __init__(self, max_attempts: int = 3) -> None:
@@ -36,12 +38,12 @@ class LoadHistory:
         self._max_attempts = max_attempts
         self._failed: dict[str, Quarantine] = {}
 
-    def failed(self, digest: str, now: float, permanent: bool, reason: str = "") -> Quarantine:
-        """A load of ``digest`` failed; ``permanent`` when these bytes can never work here."""
+    def failed(self, digest: str, now: float, *, refuse: bool, reason: str = "") -> Quarantine:
+        """A load of ``digest`` failed; ``refuse`` when the bytes are at fault, so that waiting is no use."""
         before = self._failed.get(digest)
         attempts = (before.attempts if before else 0) + 1
-        never = permanent or (before is not None and before.permanent)
-        quarantine = Quarantine(attempts, now + wait_after(attempts), never, reason)
+        refusing = refuse or attempts >= self._max_attempts or (before is not None and before.refusing)
+        quarantine = Quarantine(attempts, now + wait_after(attempts), refusing, reason)
         self._failed[digest] = quarantine
         return quarantine
 
@@ -52,12 +54,12 @@ class LoadHistory:
     def may_try(self, digest: str, now: float) -> bool:
         """True when a load may start now."""
         quarantine = self._failed.get(digest)
-        return quarantine is None or (not quarantine.permanent and now >= quarantine.retry_at)
+        return quarantine is None or now >= quarantine.retry_at
 
     def refused(self, digest: str) -> bool:
         """True when jobs of this digest get a failure, unless ``may_try`` says to load it first."""
         quarantine = self._failed.get(digest)
-        return quarantine is not None and (quarantine.permanent or quarantine.attempts >= self._max_attempts)
+        return quarantine is not None and quarantine.refusing
 
     def quarantine(self, digest: str) -> Quarantine | None:
         """What is known, for messages and the operator; None when the digest has not failed."""

@@ -17,6 +17,7 @@ from qworker.broker.base import Consumer, Session
 from qworker.errors import (
     BrokerError,
     BrokerUnavailable,
+    CorruptModel,
     JobError,
     LoadFailed,
     ModelNotFound,
@@ -188,7 +189,7 @@ class HotModel:
         except ModelNotFound as error:
             return self._refuse(UnknownModel(str(error)))
         except QworkerError as error:
-            return self._load_failed(f"card of {self.model}", error, permanent=False)
+            return self._load_failed(f"card of {self.model}", error, at_fault=isinstance(error, CorruptModel))
         if not parts.history.may_try(_known_as(card), now):
             known = parts.history.quarantine(_known_as(card))
             if known is not None and parts.history.refused(_known_as(card)):
@@ -208,7 +209,7 @@ class HotModel:
         except ModelTooLarge as error:
             return self._refuse(error)
         except QworkerError as error:
-            return self._load_failed(_known_as(card), error, permanent=isinstance(error, LoadFailed))
+            return self._load_failed(_known_as(card), error, at_fault=isinstance(error, LoadFailed | CorruptModel))
         parts.history.succeeded(_known_as(card))
         self._loaded = loaded
         self._server.serving = Serving(
@@ -228,11 +229,11 @@ class HotModel:
             may_come=self._server.may_come,
         )
 
-    def _load_failed(self, known_as: str, error: QworkerError, *, permanent: bool) -> Outcome:
+    def _load_failed(self, known_as: str, error: QworkerError, *, at_fault: bool) -> Outcome:
         parts = self._parts
         parts.counters.load_failures += 1
         reason = f"{self.model} cannot be loaded: {error}"
-        known = parts.history.failed(known_as, parts.clock(), permanent, reason)
+        known = parts.history.failed(known_as, parts.clock(), refuse=at_fault, reason=reason)
         log.error("model.load_failed", model=self.model, attempts=known.attempts, reason=str(error))
         if parts.history.refused(known_as):
             return self._refuse(ModelUnavailable(reason))

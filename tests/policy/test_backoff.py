@@ -17,9 +17,9 @@ def test_a_failed_digest_waits_and_is_tried_again() -> None:
     """Not before its time, and its jobs keep waiting while attempts are left."""
     history = LoadHistory(max_attempts=3)
     assert history.may_try("d", 0.0)
-    history.failed("d", 10.0, permanent=False)
+    history.failed("d", 10.0, refuse=False)
     assert (history.may_try("d", 10.9), history.may_try("d", 11.0)) == (False, True)
-    history.failed("d", 11.0, permanent=False)
+    history.failed("d", 11.0, refuse=False)
     assert (history.may_try("d", 12.9), history.may_try("d", 13.0)) == (False, True)
     assert not history.refused("d")
 
@@ -27,8 +27,8 @@ def test_a_failed_digest_waits_and_is_tried_again() -> None:
 def test_used_up_attempts_refuse_jobs_but_still_try_now_and_then() -> None:
     """A store that was away for an hour heals by itself."""
     history = LoadHistory(max_attempts=2)
-    history.failed("d", 0.0, permanent=False, reason="the store is away")
-    failed = history.failed("d", 1.0, permanent=False, reason="the store is still away")
+    history.failed("d", 0.0, refuse=False, reason="the store is away")
+    failed = history.failed("d", 1.0, refuse=False, reason="the store is still away")
     assert history.refused("d")
     assert not history.may_try("d", 1.5)
     assert history.may_try("d", failed.retry_at)
@@ -38,19 +38,21 @@ def test_used_up_attempts_refuse_jobs_but_still_try_now_and_then() -> None:
     assert (history.may_try("d", 1.5), history.refused("d"), history.quarantine("d")) == (True, False, None)
 
 
-def test_a_permanent_failure_is_refused_at_once_and_never_tried_again() -> None:
-    """Also not after a transient one of the same bytes."""
+def test_bytes_at_fault_refuse_jobs_at_once_and_are_tried_again() -> None:
+    """Somebody may repair the file; a failure of another kind meanwhile does not end the refusing."""
     history = LoadHistory()
-    history.failed("d", 0.0, permanent=True)
-    history.failed("d", 1.0, permanent=False)
+    history.failed("d", 0.0, refuse=True)
     assert history.refused("d")
-    assert not history.may_try("d", 1e9)
+    assert (history.may_try("d", 0.9), history.may_try("d", 1.0)) == (False, True)
+    history.failed("d", 1.0, refuse=False)
+    assert history.refused("d")
+    assert (history.may_try("d", 2.9), history.may_try("d", 3.0)) == (False, True)
 
 
 def test_new_bytes_start_afresh() -> None:
     """The history is of a digest, not of a name."""
     history = LoadHistory()
-    history.failed("old", 0.0, permanent=True)
+    history.failed("old", 0.0, refuse=True)
     assert history.may_try("new", 0.0)
     assert not history.refused("new")
 
