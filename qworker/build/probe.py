@@ -65,6 +65,7 @@ class Probed:
     batching: BatchingEntry | None
     unbatched: str | None
     run_times: tuple[RunTime, ...]
+    job_bytes: int | None
     intra_op_threads: int | None
 
 
@@ -198,6 +199,7 @@ def _measure(request: Request) -> dict[str, Any]:
         "batching": None if together.batching is None else together.batching.model_dump(),
         "unbatched": together.unbatched,
         "run_times": together.run_times,
+        "job_bytes": None if tensors is None else sum(tensor.array.nbytes for tensor in tensors),
         "intra_op_threads": threads,
     }
 

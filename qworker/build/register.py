@@ -160,5 +160,6 @@ def _card(model: str, version: str, files: Sequence[FileEntry], probed: Probed, 
         batching=probed.batching,
         unbatched=probed.unbatched,
         run_times=probed.run_times,
+        job_bytes=probed.job_bytes,
         intra_op_threads=probed.intra_op_threads,
     )

@@ -184,6 +184,8 @@ class Card(BaseModel):
     unbatched: str | None = None
     run_times: tuple[RunTime, ...] = ()
     """Measured with one thread, by growing rows; empty: not measured."""
+    job_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Of the inputs of a job like the sample; None: not measured."""
     intra_op_threads: Annotated[int, Field(ge=1)] | None = None
     """Threads within a run that were clearly faster than one where the model was registered; None: one."""
     plan: Plan | None = None

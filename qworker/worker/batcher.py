@@ -24,6 +24,8 @@ from qworker.wire.rows import RowAxes, count_rows, join, split, stack, take
 SHARED_BYTES = 4096
 """Inputs without rows must be equal for jobs to share a run; larger ones than this are not compared."""
 MOST_PREFETCH = 256
+MOST_BYTES_IN_HAND = 64 << 20
+"""Of a model's jobs, where their size is known: what comes before its turn lies in memory."""
 
 _ONE_RUN_EACH = RowAxes({}, {})
 
@@ -85,13 +87,13 @@ class Batcher:
         verified = card.batching if card.batching is not None and card.batching.max_rows > 1 else None
         self._axes = _ONE_RUN_EACH if verified is None else verified.axes()
         self._together = verified is not None
+        self._job_bytes = card.job_bytes or 0
         self._rules = Rules(
             max_rows=1 if verified is None else verified.max_rows,
             max_delay=max_delay,
             lanes=lanes,
-            measured=tuple((time.rows if self._together else 1, time.seconds) for time in card.run_times)
-            if self._together
-            else tuple((1, time.seconds) for time in card.run_times[:1]),
+            # of a model that is not batched, one job is one row whatever its size
+            measured=tuple((run.rows, run.seconds) for run in card.run_times[: None if self._together else 1]),
         )
         self._table = Batching(self._rules)
         self._entries: dict[int, _Entry] = {}
@@ -101,13 +103,14 @@ class Batcher:
 
     @property
     def prefetch(self) -> int:
-        """Deliveries in hand that keep the runs full: two batches, or two trips of runs that are short."""
+        """Deliveries in hand that keep the runs full: for each lane a batch that runs, one that forms, and one
+        whose answers are on their way to the broker. Short runs travel many at a time, and count as a batch."""
         rules = self._rules
         most = rules.max_rows
         if rules.measured:
             rows, seconds = rules.measured[-1]
             most = max(most, int(rules.trip_seconds / max(seconds, 1e-6) * rows))
-        return min(2 * most, MOST_PREFETCH)
+        return min((rules.lanes + 2) * most, MOST_PREFETCH, MOST_BYTES_IN_HAND // max(self._job_bytes, 1))
 
     async def run(self, job: Job, deadline: float | None = None) -> tuple[list[Tensor], float]:
         """The outputs of a job, and the seconds of the runs that it was part of.
@@ -293,5 +296,5 @@ def _sharing(axes: RowAxes, job: Job) -> Hashable | None:
         else:
             tensors.append((tensor.name, array.shape, array.tobytes()))
     # by their text, since 1, 1.0 and True are equal
-    parameters = tuple((name, repr(value)) for name, value in sorted(job.parameters.items()))
+    parameters = tuple((name, repr(value)) for name, value in sorted(job.parameters.items())) if job.parameters else ()
     return (frozenset(tensors), job.outputs, parameters)
