@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -367,12 +368,20 @@ class _Ports:
 
 
 def _free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [listener.getsockname()[1] for listener in listeners]
-    finally:
-        for listener in listeners:
-            listener.close()
+    """Ports that are free now, below the range that the kernel gives to outgoing connections.
+
+    From that range, a connection of anybody's could take the node's port while the node is down.
+    """
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(10_000, 32_000)  # noqa: S311  # not a secret
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        if port not in found:
+            found.append(port)
+    return found
 
 
 def _speaks_amqp(port: int) -> bool:

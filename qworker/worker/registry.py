@@ -25,6 +25,8 @@ class Registry:
         self._refresh = refresh
         self._ids: frozenset[str] = frozenset()
         self._read_at: float | None = None
+        self.trouble: str | None = None
+        """Why the store could not be read the last time, or None."""
         self._seen: set[str] = set()
         self._batch: set[str] = set()
 
@@ -37,10 +39,18 @@ class Registry:
         if self._read_at is None or now - self._read_at >= self._refresh:
             try:
                 self._ids = frozenset(await asyncio.to_thread(self._store.models))
+                self.trouble = None
             except StoreError as error:
+                self.trouble = str(error)
                 log.warning("store.unreadable", reason=str(error))
             self._read_at = now
         return sorted(self._ids | self._seen)
+
+    async def run(self) -> None:
+        """Keep the list, and ``trouble``, up to date until cancelled."""
+        while True:
+            await self.models()
+            await asyncio.sleep(self._refresh)
 
     async def knows(self, model: str) -> bool:
         """Whether the store has ``model`` right now. Raises StoreError when it cannot tell."""

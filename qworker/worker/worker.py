@@ -114,11 +114,12 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 zone = tasks.create_task(self.zone.run(), name="hot zone")
+                registry = tasks.create_task(self._registry.run(), name="registry")
                 sessions = tasks.create_task(self._sessions.run(self._declare, self._attend), name="sessions")
                 await self._stopping.wait()
                 await self._drain()
-                sessions.cancel()
-                zone.cancel()
+                for chore in (sessions, registry, zone):
+                    chore.cancel()
         finally:
             self._engine_threads.shutdown(wait=False, cancel_futures=True)
             self._load_threads.shutdown(wait=False, cancel_futures=True)
@@ -210,7 +211,7 @@ class Worker:
             return "no connection to the broker"
         if session.blocked:
             return "the broker refuses publishes (memory or disk alarm)"
-        return None
+        return self._registry.trouble
 
     def state(self) -> dict[str, Any]:
         """A snapshot for people and programs: models with their states, the ledger, the counters."""

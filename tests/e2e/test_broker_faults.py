@@ -202,9 +202,11 @@ def test_store_that_is_not_there_yet(fleet: Fleet, caller_before: Caller) -> Non
     """A worker without its store says so, keeps the jobs, and serves once the store is there."""
     away = fleet.store.with_name("away")
     fleet.store.rename(away)
-    fleet.start(1)
+    fleet.start(1, wait=False)
     (worker,) = fleet.workers
     assert str(fleet.store) in worker.wait_event("store.unreadable")["reason"]
+    worker.port = worker.wait_event("http.listening")["port"]
+    wait_until_sync(lambda: str(fleet.store) in (worker.page("/readyz")[1]["reason"] or ""))
     job_id = caller_before.job("echo", inputs_of("echo", 3))
     wait_for_two_complaints = len(worker.events("store.unreadable")) + 2
     deadline = time.monotonic() + 20
@@ -213,6 +215,7 @@ def test_store_that_is_not_there_yet(fleet: Fleet, caller_before: Caller) -> Non
     away.rename(fleet.store)
     reply = caller_before.wait([job_id], 30)[job_id]
     assert (reply.y == answer_of("echo", inputs_of("echo", 3))).all()
+    worker.wait_ready()
     fleet.finish()
 
 
