@@ -176,6 +176,14 @@ def test_no_wait_where_company_saves_nothing() -> None:
     assert isinstance(table.next(burst(table, range(4), 10.0), may_come=True), Trip)
 
 
+def test_no_wait_where_too_many_would_pay_for_it() -> None:
+    """A gap of 1 ms is worth 9 ms of a run to four jobs, and not to twelve."""
+    for count, waits in ((4, True), (12, False)):
+        table = Batching(Rules(max_rows=32, max_delay=1.0, measured=GAINS))
+        step = table.next(burst(table, range(count), 10.0, gap=0.001), may_come=True)
+        assert isinstance(step, Wait) == waits
+
+
 def test_a_lone_caller_never_waits() -> None:
     """One who sends the next job after the answer to the last: nobody joins, however long we would wait."""
     table, now = Batching(Rules(max_rows=32, measured=GAINS)), 10.0

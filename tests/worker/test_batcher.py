@@ -37,7 +37,7 @@ class Recorder:
     """
 
     runs: list[list[int]] = field(default_factory=list[list[int]])
-    before_run: Callable[[], object] = float
+    before_run: Callable[[list[int]], object] = len
     fails_beside_others: bool = False
     fault: BaseException | None = None
 
@@ -48,13 +48,14 @@ class Recorder:
     def run(self, inputs: Sequence[Tensor], outputs: Sequence[str] = ()) -> list[Tensor]:
         arrays = {t.name: t.array for t in inputs}
         ids, factor = arrays["ids"], float(arrays["factor"])
-        self.runs.append([int(i) for i in ids[:, 0]])
-        self.before_run()
+        run = [int(i) for i in ids[:, 0]]
+        self.runs.append(run)
+        self.before_run(run)
         if self.fault is not None:
             raise self.fault
         if (ids == BAD).any():
             raise InvalidInput("a bad id")
-        if self.fails_beside_others and len(set(self.runs[-1])) > 1:
+        if self.fails_beside_others and len(set(run)) > 1:
             raise InferenceFailed("too many")
         made = {"tripled": ids * 3, "columns": np.ascontiguousarray(ids.T * factor)}
         return [tensor(name, made[name]) for name in made if not outputs or name in outputs]
@@ -118,7 +119,7 @@ class Gate:
         self._open = threading.Event()
         self.entered = threading.Event()
 
-    def __call__(self) -> None:
+    def __call__(self, run: list[int]) -> None:
         self.entered.set()
         assert self._open.wait(10), "nobody opened the gate"
 
@@ -254,6 +255,20 @@ async def test_a_large_job_comes_back_in_order(threads: CountingThreads) -> None
     check(small, others)
     assert seconds > 0
     assert sorted(len(run) for run in engine.runs) == [8, 8, 8, 8]
+
+
+async def test_pieces_that_arrive_out_of_order(threads: CountingThreads) -> None:
+    """The first half of a job is held while the second one is done."""
+    gate, engine = Gate(), Recorder()
+    engine.before_run = lambda run: gate(run) if 0 in run else None
+    batched = batcher(engine, threads, lanes=2)
+    sent = job(range(16))
+    async with asyncio.TaskGroup() as group:
+        answer = group.create_task(batched.run(sent))
+        await in_gate(gate)
+        await wait_until(lambda: any(entry.rows_done == 8 for entry in batched._entries.values()))
+        gate.open()
+    check(sent, answer.result()[0])
 
 
 # --- what goes wrong ----------------------------------------------------------------------------
