@@ -21,7 +21,7 @@ WITH_SWEEP = {
     "two crashes, ghost consumers": Setting(2, (2, 0), crashes=2, lossy=True, ghosts=True),
     "bad loads, a lost session, forced": Setting(2, (1, 0), bad_loads=1, losses=1, forces=1, lossy=True, capacity=1),
     "replicas, a crash": Setting(2, (1, 1), slots=2, backlogs=1, crashes=1, lossy=True, capacity=1),
-    "replicas, a lost session, forced": Setting(2, (1, 0), slots=2, backlogs=1, losses=1, forces=1, capacity=1),
+    "replicas, a lost session": Setting(2, (1, 0), slots=2, backlogs=1, losses=1, capacity=1),
     "three workers": Setting(3, (2, 0), crashes=1, lossy=True, capacity=1),
 }
 
