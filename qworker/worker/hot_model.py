@@ -92,6 +92,7 @@ class HotModel:
         self._loaded: Loaded | None = None
         self._stirred = asyncio.Event()  # something happened that a serving model must look at
         self._leaving = False
+        self._stopped = False
         self._forced = False
         self._draining = False  # whether the zone counts us as on the way out
         self._steps: dict[Step, Callable[[], Awaitable[Outcome]]] = {
@@ -118,6 +119,8 @@ class HotModel:
                 self._server = Server(self.model, parts.zone, parts.settler, jobs, parts.limits)
                 while self.claim.step is not Step.DONE:
                     await self._advance()
+                if self._stopped:  # not before the lease is free: others would find it taken and drop the hint
+                    await self._hint.give_back()
         finally:
             parts.zone.left(self.model)
 
@@ -131,6 +134,7 @@ class HotModel:
 
     def stop(self) -> None:
         """Told by the worker, which stops: go, and do not come back."""
+        self._stopped = True
         self._go(forced=True)
         self._parts.zone.give_up(self.model)  # a load that still waits for bytes waits no longer
 
@@ -156,7 +160,7 @@ class HotModel:
         if self._forced:
             self.claim = force(self.claim)
         self.claim = advance(self.claim, outcome)
-        if not holds_hint(self.claim):
+        if not holds_hint(self.claim) and not self._stopped:
             await self._hint.done()
 
     # --- claim -----------------------------------------------------------------------------------

@@ -41,6 +41,12 @@ class Hint:
         if delivery is not None:
             await delivery.ack()
 
+    async def give_back(self) -> None:
+        """For another worker to take up: this one stops."""
+        delivery, self._delivery = self._delivery, None
+        if delivery is not None:
+            await delivery.give_back()
+
 
 class Intake:
     """Attends one session at a time."""

@@ -402,7 +402,7 @@ async def test_stop_while_loading(
 async def test_stop_while_waiting_for_bytes(
     running: Running, amqp_url: str, client: Client, identities: Path, backend: BackendDouble
 ) -> None:
-    """Who waits for bytes waits no longer, and its job stays in the queue."""
+    """Who waits for bytes waits no longer; its job stays in the queue, and its hint is there for another worker."""
     async with await AioPikaConnector(amqp_url).connect() as session:
         async with running(amqp_url, identities, backend, memory=SIZE + MIB) as worker, asyncio.TaskGroup() as calls:
             await call(client, "a")
@@ -415,4 +415,5 @@ async def test_stop_while_waiting_for_bytes(
             await wait_until(lambda: "b" not in worker.state()["claims"])
             backend.running.open()
         assert await ready(session, lane_queue("jobs", "b")) == 1
+        assert await ready(session, ACTIVATION) == 1
         assert loads(worker) == 1
