@@ -167,6 +167,27 @@ class LoadFailed(QworkerError):
     code = "model_unavailable"
 
 
+class DeviceUnavailable(QworkerError):
+    """This process cannot use a GPU: no driver, no device, or a library is missing. The message says which."""
+
+    code = "device_unavailable"
+
+
+class DeviceMemoryFull(QworkerError):
+    """The device had no memory for it now. Nothing is wrong with the model: it may fit later."""
+
+    code = "model_unavailable"
+    retryable = True
+
+
+class DeviceLost(Exception):
+    """The device answers every call of this process with an error from now on.
+
+    Not a QworkerError on purpose: whoever deals with those must not live on. The process ends, the broker has
+    its jobs back, and a new process starts afresh.
+    """
+
+
 class ConfigError(QworkerError):
     """A setting is missing or wrong."""
 

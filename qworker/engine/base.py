@@ -23,7 +23,8 @@ class ModelSource:
 
     ``content`` is the model file when it is self-contained; otherwise ``path`` is loaded, and its
     external weights lie beside it. ``path`` always exists (None only in tests). ``threads`` within a run
-    are the card's advice, for a backend that is told to follow it.
+    are the card's advice, for a backend that is told to follow it. ``mapped`` is a large file's bytes where
+    they lie, for a backend that need not have them in memory. ``host_code``: the file may run code on the host.
     """
 
     model: str
@@ -31,6 +32,8 @@ class ModelSource:
     path: Path
     content: bytes | None
     threads: int | None = None
+    mapped: memoryview | None = None
+    host_code: bool = False
 
 
 class Engine(Protocol):
