@@ -6,7 +6,7 @@ the same clock. Histories cross restarts as ages, so that the clock may start an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,6 +48,10 @@ class Eviction(Protocol):
         """Lower leaves first. Models never seen rank lowest."""
         ...
 
+    def keys(self, models: Sequence[str], now: float) -> list[float]:
+        """The keys of ``models``: one call where there are many to rank."""
+        ...
+
     def explain(self, model: str, now: float) -> str:
         """Why ``model`` ranks where it does, for a person: uses, recency and what a reload costs."""
         ...
@@ -77,6 +81,8 @@ class Known:
     level: float = 0.0  # Gdsf: the inflation when it was last used
     load_seconds: float = 0.0
     nbytes: float = 0.0
+    price: float = 0.0
+    """Load seconds that a reload costs for each MiB it holds; 0 until a load was measured."""
 
     def touch(self, now: float) -> None:
         # A clock that stands still is fine; one that runs back must not make counts grow.
@@ -89,14 +95,13 @@ class Known:
     def measure(self, load_seconds: float, nbytes: int) -> None:
         if self.nbytes <= 0.0:
             self.load_seconds, self.nbytes = load_seconds, float(nbytes)
-            return
-        self.load_seconds += _MEASURED_WEIGHT * (load_seconds - self.load_seconds)
-        self.nbytes += _MEASURED_WEIGHT * (nbytes - self.nbytes)
+        else:
+            self.load_seconds += _MEASURED_WEIGHT * (load_seconds - self.load_seconds)
+            self.nbytes += _MEASURED_WEIGHT * (nbytes - self.nbytes)
+        self.reprice()
 
-    @property
-    def price(self) -> float:
-        """Load seconds that a reload costs for each MiB it holds; 0 until a load was measured."""
-        return self.load_seconds * MIB / self.nbytes if self.nbytes > 0.0 else 0.0
+    def reprice(self) -> None:
+        self.price = self.load_seconds * MIB / self.nbytes if self.nbytes > 0.0 else 0.0
 
 
 _NEVER_SEEN = Known()
@@ -140,7 +145,9 @@ class Remembering:
     def restore(self, history: Mapping[str, Usage], now: float) -> None:
         # Levels start at 0 again for all: they compare lives of one process only.
         for model, usage in history.items():
-            self._known[model] = Known(usage.count, now - usage.age, 0.0, usage.load_seconds, usage.nbytes)
+            known = Known(usage.count, now - usage.age, 0.0, usage.load_seconds, usage.nbytes)
+            known.reprice()
+            self._known[model] = known
 
 
 class Gdsf(Remembering):
@@ -176,6 +183,10 @@ class Gdsf(Remembering):
         known = self._known.get(model, _NEVER_SEEN)
         return known.level + known.count * known.price
 
+    def keys(self, models: Sequence[str], now: float) -> list[float]:  # noqa: ARG002
+        get = self._known.get
+        return [known.level + known.count * known.price for known in [get(model, _NEVER_SEEN) for model in models]]
+
     def evicted(self, model: str, now: float) -> None:
         self._level = max(self._level, self.key(model, now))
 
@@ -186,6 +197,9 @@ class Lru(Remembering):
     def key(self, model: str, now: float) -> float:  # noqa: ARG002  # keys change only on use
         known = self._known.get(model)
         return known.last if known is not None and known.count > 0.0 else float("-inf")
+
+    def keys(self, models: Sequence[str], now: float) -> list[float]:
+        return [self.key(model, now) for model in models]
 
 
 def _ago(seconds: float) -> str:

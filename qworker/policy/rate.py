@@ -7,53 +7,63 @@ use fading with its half-life.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from qworker.policy.eviction import HALF_LIFE, Remembering, Usage
 
-HALF_LIVES = (3_600.0, 86_400.0)
-"""Two, because one fails: a short one forgets the model of every morning, a long one keeps the model of
-one burst for days."""
+SHORT, LONG = 3_600.0, 86_400.0
+"""Half-lives in seconds. Two, because one fails: a short one forgets the model of every morning, a long one
+keeps the model of one burst for days."""
+
+
+@dataclass(slots=True)
+class _Rates:
+    short: float  # faded counts as of the last use
+    long: float
 
 
 class Rate(Remembering):
     """Rates of two half-lives, added. Unlike ``gdsf`` its keys fall with time, so a burst is forgotten."""
 
-    def __init__(self, half_lives: Sequence[float] = HALF_LIVES) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._half_lives = tuple(half_lives)
-        self._rates: dict[str, list[float]] = {}  # as of the last use
+        self._rates: dict[str, _Rates] = {}
 
     def used(self, model: str, now: float) -> None:
         known, rates = self._known.get(model), self._rates.get(model)
         if known is None or rates is None:
-            self._rates[model] = [1.0] * len(self._half_lives)
+            self._rates[model] = _Rates(1.0, 1.0)
         else:
-            for i, faded in enumerate(self._faded(known.last, now)):
-                rates[i] = rates[i] * faded + 1.0
+            age = min(0.0, known.last - now)
+            rates.short = rates.short * 2.0 ** (age / SHORT) + 1.0
+            rates.long = rates.long * 2.0 ** (age / LONG) + 1.0
         super().used(model, now)
 
     def key(self, model: str, now: float) -> float:
-        known, rates = self._known.get(model), self._rates.get(model)
-        if known is None or rates is None:
-            return 0.0
-        faded = self._faded(known.last, now)
-        per_second = sum(rate * f / life for rate, f, life in zip(rates, faded, self._half_lives, strict=True))
-        return per_second * known.price
+        return self.keys((model,), now)[0]
+
+    def keys(self, models: Sequence[str], now: float) -> list[float]:
+        found: list[float] = []
+        for model in models:
+            known, rates = self._known.get(model), self._rates.get(model)
+            if known is None or rates is None:
+                found.append(0.0)
+                continue
+            age = known.last - now
+            short, long = rates.short * 2.0 ** (age / SHORT), rates.long * 2.0 ** (age / LONG)
+            found.append((short / SHORT + long / LONG) * known.price)
+        return found
 
     def history(self, now: float) -> dict[str, Usage]:
-        kept: dict[str, Usage] = {}
-        for model, usage in super().history(now).items():
-            rates = tuple(self._rates.get(model, ()))
-            kept[model] = Usage(usage.count, usage.age, usage.load_seconds, usage.nbytes, rates)
+        kept = super().history(now)
+        for model, rates in self._rates.items():
+            kept[model] = replace(kept[model], rates=(rates.short, rates.long))
         return kept
 
     def restore(self, history: Mapping[str, Usage], now: float) -> None:
         super().restore(history, now)
         for model, usage in history.items():
-            if len(usage.rates) == len(self._half_lives):
-                self._rates[model] = list(usage.rates)
+            if len(usage.rates) == 2:
+                self._rates[model] = _Rates(*usage.rates)
             else:  # kept by another policy: spread its count evenly over the week that it counts
-                self._rates[model] = [usage.count * life / HALF_LIFE for life in self._half_lives]
-
-    def _faded(self, last: float, now: float) -> list[float]:
-        return [2.0 ** (min(0.0, last - now) / life) for life in self._half_lives]
+                self._rates[model] = _Rates(usage.count * SHORT / HALF_LIFE, usage.count * LONG / HALF_LIFE)

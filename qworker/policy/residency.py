@@ -27,9 +27,10 @@ models in turn and none would ever serve.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from heapq import heapify, heappop
 
 from qworker.policy.eviction import Eviction
 
@@ -107,6 +108,7 @@ class Residency:
         self._line: list[str] = []  # the waiting ones, first come first
         self._in_hand: dict[str, int] = {}  # apart from entries: jobs that are refused have none
         self._pinned: set[str] = set()
+        self._draining: dict[str, _Entry] = {}  # those of the entries
         self._held = 0
         self._peak = 0
 
@@ -178,6 +180,7 @@ class Residency:
         entry = self._entry("revived", model, State.DRAINING)
         if entry.forced:
             raise ValueError(f"revived({model!r}): its drain is forced, another model waits for its bytes")
+        del self._draining[model]
         self._enter_hot(entry, now)
         return self._settle(now)
 
@@ -192,12 +195,14 @@ class Residency:
         entry = self._entry("leaving", model, State.HOT, State.DRAINING)
         if entry.state is State.HOT:
             entry.state, entry.since, entry.forced = State.DRAINING, now, False
+            self._draining[model] = entry
         return self._settle(now)
 
     def gone(self, model: str, now: float) -> Decision:
         """The model's bytes are back: it was unloaded, or its load failed."""
         entry = self._entry("gone", model, State.LOADING, State.HOT, State.DRAINING)
         del self._entries[model]
+        self._draining.pop(model, None)
         self._book(-entry.nbytes)
         return self._settle(now)
 
@@ -279,9 +284,9 @@ class Residency:
             entry.state, entry.since = State.LOADING, now
             self._line.remove(model)
             self._book(entry.nbytes)
-        victims = self._victims(now)
-        head = self._head()
-        evict = tuple(self._evict(model, head, now) for model in victims if head is not None)
+        if not self._line or (head := self._head()) is None:
+            return Decision(tuple(admit))
+        evict = tuple(self._evict(model, head, now) for model in self._victims(now))
         return Decision(tuple(admit), evict)
 
     def _admissible(self) -> list[str]:
@@ -313,11 +318,9 @@ class Residency:
             return []
         overdue = self._overdue(head, now)
         short = self._entries[head].nbytes - self.free
-        short -= sum(
-            entry.nbytes
-            for entry in self._entries.values()
-            if entry.state is State.DRAINING and (entry.forced or not overdue)
-        )
+        short -= sum(entry.nbytes for entry in self._draining.values() if entry.forced or not overdue)
+        if short <= 0:  # ranking all residents is what costs most here
+            return []
         chosen: list[str] = []
         for model in self._candidates(overdue, now):
             if short <= 0:
@@ -332,13 +335,23 @@ class Residency:
                 short += self._entries[model].nbytes
         return chosen
 
-    def _candidates(self, overdue: bool, now: float) -> Sequence[str]:
+    def _candidates(self, overdue: bool, now: float) -> Iterator[str]:
         """Who may be told to leave, the least dear first."""
+        if not overdue:  # the usual case: all are of rank 1, and few of many will have to go
+            hot, old, kept = State.HOT, now - self._min_residency, self._pinned.union(self._in_hand)
+            usual = [model for model, entry in self._entries.items() if entry.state is hot and entry.since <= old]
+            if kept:
+                usual = [model for model in usual if model not in kept]
+            heap = list(zip(self._eviction.keys(usual, now), usual, strict=True))
+            heapify(heap)
+            while heap:
+                yield heappop(heap)[1]
+            return
         ranked: list[tuple[int, float, str]] = []
         for model, entry in self._entries.items():
             if (rank := self._rank(model, entry, overdue, now)) is not None:
                 ranked.append((rank, self._eviction.key(model, now), model))
-        return [model for _, _, model in sorted(ranked)]
+        yield from (model for _, _, model in sorted(ranked))
 
     def _rank(self, model: str, entry: _Entry, overdue: bool, now: float) -> int | None:
         """0: drains, make it final; 1: usual victim; 2: young; 3: busy; None: stays."""
@@ -358,13 +371,15 @@ class Residency:
     def _evict(self, model: str, head: str, now: float) -> Evict:
         entry, wanting = self._entries[model], self._entries[head]
         forced, key = self._overdue(head, now), self._eviction.key(model, now)
+        why = self._eviction.explain(model, now)
         was = "draining" if entry.state is State.DRAINING else "busy" if model in self._in_hand else "idle"
         reason = (
             f"makes room for {head} ({_mib(wanting.nbytes)}, waited {now - wanting.since:.1f} s, "
-            f"{_mib(self.free)} free): {was}, key {key:.4g}, frees {_mib(entry.nbytes)}"
+            f"{_mib(self.free)} free): {was}, {why}, key {key:.4g}, frees {_mib(entry.nbytes)}"
         )
         if entry.state is State.HOT:
             entry.state, entry.since = State.DRAINING, now
+            self._draining[model] = entry
             self._eviction.evicted(model, now)
         entry.forced = forced
         return Evict(model, forced, reason + (", final: the wait is over its limit" if forced else ""))
@@ -390,11 +405,13 @@ class Residency:
 
     def _pinned_bytes(self) -> int:
         """Bytes that pins keep. A pinned model that drains is on its way out all the same."""
+        if not self._pinned:
+            return 0
         staying = (State.LOADING, State.HOT)
         return sum(e.nbytes for model in self._pinned if (e := self._entries.get(model)) and e.state in staying)
 
     def _draining_bytes(self) -> int:
-        return sum(entry.nbytes for entry in self._entries.values() if entry.state is State.DRAINING)
+        return sum(entry.nbytes for entry in self._draining.values())
 
     def _why(self, model: str, head: str | None, now: float) -> str:
         nbytes = self._entries[model].nbytes

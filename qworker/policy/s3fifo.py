@@ -7,6 +7,7 @@ go now (busy, pinned) is skipped without losing its place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qworker.policy.eviction import Remembering
@@ -55,6 +56,9 @@ class S3Fifo(Remembering):
         first = place.small and place.passes < 2 and self._bytes[True] > SMALL_SHARE * total
         # One pass of the walk is worth a whole round of the queue.
         return place.seq + (max(0, place.passes) - (MAX_PASSES + 1 if first else 0)) * float(self._seq + 1)
+
+    def keys(self, models: Sequence[str], now: float) -> list[float]:
+        return [self.key(model, now) for model in models]
 
     def evicted(self, model: str, now: float) -> None:
         super().evicted(model, now)

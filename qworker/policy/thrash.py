@@ -14,8 +14,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 REGRET_FACTOR = 10.0
-TRIP_SHARE = 0.3
-TARGET_SHARE = 0.15
+TRIP_SHARE = 0.2
+TARGET_SHARE = 0.1
 RELEASE_SHARE = 0.05
 FEWEST_RELOADS = 4
 """Fewer reloads in a window are an accident."""
