@@ -23,6 +23,8 @@ class Fetched:
     content: bytes | None
     """The model file's bytes when it is self-contained, else None: load from ``path``."""
     sample: Path | None
+    mapped: memoryview | None = None
+    """A plan's bytes, mapped: they need not be in memory twice."""
 
 
 class Store(Protocol):

@@ -7,7 +7,7 @@ a woken load and *evict* into a tenant that is told to leave. It does no I/O.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from qworker.errors import ModelTooLarge
@@ -28,11 +28,15 @@ class Tenant(Protocol):
 class HotZone:
     """Bytes of one worker. Enter every change through here, on the event loop, without an await inside.
 
-    Owned here: ``_residency`` (who holds what), ``_waiting`` (loads that wait for bytes), ``_tenants``.
+    Memory of different kinds (a device's, the host's) has a table each, by the name of the backend that uses it.
+    Owned here: ``_tables`` (who holds what), ``_table_of`` (in which of them a model was last), ``_waiting``
+    (loads that wait for bytes), ``_tenants``.
     """
 
-    def __init__(self, residency: Residency, clock: Clock, counters: Counters) -> None:
-        self._residency = residency
+    def __init__(self, residency: Residency | Mapping[str, Residency], clock: Clock, counters: Counters) -> None:
+        self._tables = {"": residency} if isinstance(residency, Residency) else dict(residency)
+        self._first = next(iter(self._tables.values()))
+        self._table_of: dict[str, Residency] = {}
         self._clock = clock
         self._counters = counters
         self._waiting: dict[str, asyncio.Future[bool]] = {}
@@ -45,14 +49,16 @@ class HotZone:
         """``tenant`` is who will be told to leave when ``model`` is evicted."""
         self._tenants[model] = tenant
 
-    async def room(self, model: str, nbytes: int, *, within: float) -> bool:
+    async def room(self, model: str, nbytes: int, *, within: float, kind: str = "") -> bool:
         """Wait until ``nbytes`` are booked for ``model``; False when they were not within ``within`` seconds.
 
-        From True on, the bytes are held until :meth:`gone`. Raises ModelTooLarge when it can never fit.
+        ``kind`` names the memory, where there is more than one. From True on, the bytes are held until
+        :meth:`gone`. Raises ModelTooLarge when it can never fit.
         """
+        self._table_of[model] = self._tables.get(kind, self._first)
         admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting[model] = admitted
-        self._obey(self._residency.want(model, nbytes, self._clock()))
+        self._obey(self._of(model).want(model, nbytes, self._clock()))
         try:
             await asyncio.wait({admitted}, timeout=within)
         except asyncio.CancelledError:
@@ -69,39 +75,39 @@ class HotZone:
         """If a load of ``model`` waits for bytes, it waits no longer."""
         waiter = self._waiting.get(model)
         if waiter is not None and not waiter.done():
-            self._obey(self._residency.abandon(model, self._clock()))
+            self._obey(self._of(model).abandon(model, self._clock()))
             waiter.set_result(False)
 
     def grow(self, model: str, nbytes: int) -> bool:
         """Book what a model was measured to take; False when that does not fit."""
-        return self._residency.grow(model, nbytes, self._clock())
+        return self._of(model).grow(model, nbytes, self._clock())
 
     def loaded(self, model: str, load_seconds: float) -> None:
-        self._obey(self._residency.loaded(model, load_seconds, self._clock()))
+        self._obey(self._of(model).loaded(model, load_seconds, self._clock()))
 
     def used(self, model: str) -> None:
         """A job for ``model`` arrived."""
-        self._residency.used(model, self._clock())
+        self._of(model).used(model, self._clock())
 
     def started(self, model: str) -> None:
-        self._residency.started(model)
+        self._of(model).started(model)
 
     def finished(self, model: str) -> None:
-        self._residency.finished(model, self._clock())
+        self._of(model).finished(model, self._clock())
         if self._waiting:
             self._stirred.set()  # an idle model may be what somebody waits for
 
     def revived(self, model: str) -> None:
         self._counters.revivals += 1
-        self._obey(self._residency.revived(model, self._clock()))
+        self._obey(self._of(model).revived(model, self._clock()))
 
     def leaving(self, model: str) -> None:
         """The model leaves on its own account (shutdown, lost lease)."""
-        self._obey(self._residency.leaving(model, self._clock()))
+        self._obey(self._of(model).leaving(model, self._clock()))
 
     def gone(self, model: str) -> None:
         """The bytes are back: unloaded, or the load failed."""
-        self._obey(self._residency.gone(model, self._clock()))
+        self._obey(self._of(model).gone(model, self._clock()))
 
     def left(self, model: str) -> None:
         """The tenant has ended."""
@@ -111,42 +117,54 @@ class HotZone:
 
     @property
     def budget(self) -> int:
-        return self._residency.budget
+        return sum(table.budget for table in self._tables.values())
 
     @property
     def held(self) -> int:
-        return self._residency.held
+        return sum(table.held for table in self._tables.values())
 
     @property
     def peak(self) -> int:
-        return self._residency.peak
+        return sum(table.peak for table in self._tables.values())
+
+    def ledgers(self) -> dict[str, dict[str, int]]:
+        """Budget, held and peak bytes of each kind of memory."""
+        return {
+            kind: {"budget": table.budget, "held": table.held, "peak": table.peak}
+            for kind, table in self._tables.items()
+        }
 
     def rows(self) -> tuple[Row, ...]:
-        return self._residency.snapshot(self._clock())
+        return tuple(row for table in self._tables.values() for row in table.snapshot(self._clock()))
 
     def blocked(self) -> list[tuple[str, float, str]]:
         """Who waits for bytes, since how many seconds, and why."""
-        return list(self._residency.blocked(self._clock()))
+        return [each for table in self._tables.values() for each in table.blocked(self._clock())]
 
     # --- carrying out decisions ------------------------------------------------------------------
 
     async def run(self) -> None:
         """Look again whenever time alone can change something. Runs until cancelled."""
         while True:
-            due = self._residency.next_tick(self._clock())
+            dues = [table.next_tick(self._clock()) for table in self._tables.values()]
+            due = min((each for each in dues if each is not None), default=None)
             self._stirred.clear()
             if due is None:
                 await self._stirred.wait()
             else:
                 await wait_at_most(self._stirred, max(0.0, due - self._clock()))
-            self._obey(self._residency.tick(self._clock()))
+            for table in self._tables.values():
+                self._obey(table.tick(self._clock()))
+
+    def _of(self, model: str) -> Residency:
+        return self._table_of.get(model, self._first)
 
     def _obey(self, decision: Decision) -> None:
         for model in decision.refuse:
             self._settle_waiter(
                 model,
                 ModelTooLarge(
-                    f"{model} needs more memory than this worker's whole budget of {self.budget} bytes: "
+                    f"{model} needs more memory than this worker's whole budget of {self._of(model).budget} bytes: "
                     "give the worker a larger --memory, or serve the model elsewhere"
                 ),
             )
@@ -167,9 +185,9 @@ class HotZone:
         """Undo a wait that ends without a load, also when the admission came at the last moment."""
         now = self._clock()
         if not admitted.done():
-            self._obey(self._residency.abandon(model, now))
+            self._obey(self._of(model).abandon(model, now))
         elif admitted.exception() is None and admitted.result():
-            self._obey(self._residency.gone(model, now))
+            self._obey(self._of(model).gone(model, now))
 
 
 async def wait_at_most(event: asyncio.Event, seconds: float) -> None:

@@ -7,7 +7,7 @@ Every stage that fails gives back what the stages before it took.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,7 @@ class Loader:
     def __init__(
         self,
         store: Store,
-        backend: Backend,
+        backend: Backend | Mapping[str, Backend],
         zone: HotZone,
         slots: asyncio.Semaphore,
         headroom: Headroom,
@@ -66,7 +66,8 @@ class Loader:
         load_timeout: float,
     ) -> None:
         self._store = store
-        self._backend = backend
+        self._backends: Mapping[str, Backend] = backend if isinstance(backend, Mapping) else {}
+        self._only = None if isinstance(backend, Mapping) else backend
         self._zone = zone
         self._slots = slots
         self._headroom = headroom
@@ -92,7 +93,7 @@ class Loader:
         source, sample = [_source(card, found)], found.sample
         del found  # the file's bytes live in ``source`` alone, and leave it with the load
         nbytes = max(card.resident_bytes, self._measured.get(card.digest, 0))
-        if not await self._zone.room(card.model, nbytes, within=self._claim_timeout):
+        if not await self._zone.room(card.model, nbytes, within=self._claim_timeout, kind=card.backend):
             raise NoRoom(f"{card.model} needs {nbytes} bytes, and they were not free in {self._claim_timeout:g} s")
         try:
             overshoot = max(0, (card.peak_bytes or 0) - nbytes)
@@ -106,15 +107,17 @@ class Loader:
 
     async def unload(self, card: Card, engine: Engine) -> None:
         """Free the engine and give its bytes back to the zone once the memory has gone back to the system."""
-        before = self._backend.used_bytes()
-        await self._in_thread(lambda: self._free(engine))
+        backend = self._backend(card)
+        before = backend.used_bytes()
+        await self._in_thread(lambda: _free(backend, engine))
         self._zone.gone(card.model)
-        log.info("model.unloaded", model=card.model, bytes_returned=before - self._backend.used_bytes())
+        log.info("model.unloaded", model=card.model, bytes_returned=before - backend.used_bytes())
 
     async def _load_booked(self, card: Card, source: list[ModelSource], sample: Path | None, nbytes: int) -> Loaded:
+        backend = self._backend(card)
         self._in_progress += 1
         alone = self._in_progress == 1
-        before, started = self._backend.used_bytes(), self._clock()
+        before, started = backend.used_bytes(), self._clock()
         try:
             engine = await self._make(card, source, sample)
             alone = alone and self._in_progress == 1
@@ -122,9 +125,9 @@ class Loader:
             self._in_progress -= 1
         seconds = self._clock() - started
         try:
-            self._check_size(card, nbytes, self._backend.used_bytes() - before if alone else None)
+            self._check_size(card, nbytes, backend.used_bytes() - before if alone else None)
         except NoRoom:
-            await self._in_thread(lambda: self._free(engine))
+            await self._in_thread(lambda: _free(backend, engine))
             raise
         self._zone.loaded(card.model, seconds)
         self._counters.loads += 1
@@ -133,17 +136,18 @@ class Loader:
 
     async def _make(self, card: Card, source: list[ModelSource], sample: Path | None) -> Engine:
         """Load and warm up in a thread. Raises LoadFailed."""
+        backend = self._backend(card)
 
         def make() -> Engine:
-            engine = self._backend.load(source.pop())
+            engine = backend.load(source.pop())
             try:
                 if sample is not None:
                     with np.load(sample, allow_pickle=False) as arrays:
-                        self._backend.warm_up(engine, dict(arrays))
+                        backend.warm_up(engine, dict(arrays))
                 elif card.warmed:
-                    self._backend.warm_up(engine, None)
+                    backend.warm_up(engine, None)
                 # else the probe found no inputs that suit it: the first job warms it up
-                self._backend.trim()
+                backend.trim()
             except JobError as error:
                 engine.close()
                 raise LoadFailed(f"{card.model} loads, but does not run on its warm-up sample: {error}") from error
@@ -170,7 +174,8 @@ class Loader:
             engine = await making
         except QworkerError as error:
             raise LoadFailed(f"{card.model} did not load in {self._load_timeout:g} s, and then: {error}") from error
-        await self._in_thread(lambda: self._free(engine))
+        backend = self._backend(card)
+        await self._in_thread(lambda: _free(backend, engine))
         raise LoadFailed(f"{card.model} took longer than load_timeout ({self._load_timeout:g} s) to load")
 
     def _check_size(self, card: Card, booked: int, measured: int | None) -> None:
@@ -185,12 +190,23 @@ class Loader:
                 "the next load books the measured size; register the model again to correct the card"
             )
 
-    def _free(self, engine: Engine) -> None:
-        engine.close()
-        self._backend.trim()
+    def _backend(self, card: Card) -> Backend:
+        """What loads builds of this kind. Raises LoadFailed where this worker has none."""
+        backend = self._only or self._backends.get(card.backend)
+        if backend is None:
+            raise LoadFailed(
+                f"{card.model} is a build for {card.backend}, and this worker has {', '.join(self._backends)}: "
+                "start one with that backend"
+            )
+        return backend
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+def _free(backend: Backend, engine: Engine) -> None:
+    engine.close()
+    backend.trim()
 
 
 def _close_abandoned(future: Future[Engine]) -> None:
@@ -200,4 +216,7 @@ def _close_abandoned(future: Future[Engine]) -> None:
 
 
 def _source(card: Card, found: Fetched) -> ModelSource:
-    return ModelSource(card.model, card.version, found.path, found.content, card.intra_op_threads)
+    host_code = card.plan is not None and card.plan.lean_runtime  # such a plan was chosen, so the store is trusted
+    return ModelSource(
+        card.model, card.version, found.path, found.content, card.intra_op_threads, found.mapped, host_code
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,21 +46,23 @@ class Worker:
     Owned here: ``_tenants``, the models claimed on this worker, each with a task of its own.
     """
 
-    def __init__(self, settings: Settings, connector: Connector, store: Store, backend: Backend) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        connector: Connector,
+        store: Store,
+        backend: Backend | Mapping[str, Backend],
+        budgets: Mapping[str, int] | None = None,
+    ) -> None:
+        """``budgets``: bytes by backend, where the backends' memories differ; else all share ``settings.memory``."""
         self._settings = settings
         self.counters = Counters()
         clock = time.monotonic
         self._clock = clock
-        eviction = Lru() if settings.eviction == "lru" else Gdsf()
-        residency = Residency(
-            int(settings.memory),
-            eviction,
-            min_residency=settings.min_residency,
-            max_cold_wait=settings.max_cold_wait,
-        )
-        for model in settings.pin:
-            residency.pin(model)
-        self.zone = HotZone(residency, clock, self.counters)
+        tables = {
+            kind: _residency(settings, budget) for kind, budget in (budgets or {"": int(settings.memory)}).items()
+        }
+        self.zone = HotZone(tables, clock, self.counters)
         self._registry = Registry(store, clock)
         self._sessions = Sessions(connector, self.counters)
         self._engine_threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="engine")
@@ -233,8 +235,17 @@ class Worker:
             "claims": {model: str(tenant.claim.step) for model, tenant in self._tenants.items()},
             "waiting": [{"model": m, "seconds": s, "why": why} for m, s, why in self.zone.blocked()],
             "ledger": {"budget": self.zone.budget, "held": self.zone.held, "peak": self.zone.peak},
+            "ledgers": self.zone.ledgers(),
             "counters": self.counters.as_dict(),
         }
+
+
+def _residency(settings: Settings, budget: int) -> Residency:
+    eviction = Lru() if settings.eviction == "lru" else Gdsf()
+    residency = Residency(budget, eviction, min_residency=settings.min_residency, max_cold_wait=settings.max_cold_wait)
+    for model in settings.pin:
+        residency.pin(model)
+    return residency
 
 
 async def _until_lost(chore: Coroutine[Any, Any, None]) -> None:
