@@ -226,13 +226,14 @@ def subgraphs(node: Any) -> list[Any]:
     return [*single, *(graph for each in node.attribute for graph in each.graphs)]
 
 
-def before_logarithms(graph: Any) -> set[str]:
+def of_spectra(graph: Any) -> set[str]:
     """Tensors that become a logarithm's argument, back to the last layer of a network or the model's input.
 
-    Mostly these are spectra in decibels, whose quiet parts lie below FP16's noise when they are computed in it.
+    Mostly these are spectra, whose quiet parts lie below FP16's noise when they are computed in it: magnitudes
+    of complex numbers count too, with or without a logarithm.
     """
     maker = {name: node for node in graph.node for name in node.output}
-    todo = [node.input[0] for node in graph.node if node.op_type == "Log"]
+    todo = [node.input[0] for node in graph.node if node.op_type == "Log" or _is_magnitude(node, maker)]
     found: set[str] = set()
     while todo:
         name = todo.pop()
@@ -243,6 +244,14 @@ def before_logarithms(graph: Any) -> set[str]:
         if node.op_type not in _PROBABILITIES:
             todo.extend(node.input)
     return found
+
+
+def _is_magnitude(node: Any, maker: Mapping[str, Any]) -> bool:
+    """The root of a sum of two squares, as of a complex number; not that of a variance and an epsilon."""
+    total = maker.get(node.input[0]) if node.op_type == "Sqrt" else None
+    if total is None or total.op_type != "Add":
+        return False
+    return all(name in maker and maker[name].op_type in {"Mul", "Pow"} for name in total.input)
 
 
 def node_words(node: Any) -> str:

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from qworker.build.convert import all_nodes, before_logarithms, element_types, onnx, opset_of, subgraphs
+from qworker.build.convert import all_nodes, element_types, of_spectra, onnx, opset_of, subgraphs
 
 helper: Final = import_module("onnx.helper")
 numpy_helper: Final = import_module("onnx.numpy_helper")
@@ -71,6 +71,43 @@ def to_fp16(model: Any, too_large: frozenset[str] = frozenset()) -> HalfModel:
     return HalfModel(model, sum(plan.half for plan in plans), floating)
 
 
+def rounded(model: Any) -> Any:
+    """The same answers as the model would give with FP16 arithmetic, from FP32 nodes and explicit roundings.
+
+    For onnxruntime on the CPU: it computes FP16 nodes in FP32 and takes out the casts that it has put between
+    them, so that nothing would be rounded and nothing overflow. Casts that lose something it leaves where the
+    model has them. A model whose inputs or outputs are FP16 is given back as it is.
+    """
+    if any(each.type.tensor_type.elem_type == HALF for each in (*model.graph.input, *model.graph.output)):
+        return model
+    wide = onnx.ModelProto()
+    wide.CopyFrom(model)
+    _hoist_constants(wide.graph)
+    types = element_types(wide)
+    nodes: list[Any] = []
+    for node in wide.graph.node:
+        nodes.append(node)
+        for attribute in node.attribute:
+            if node.op_type == "Cast" and attribute.name == "to" and attribute.i == HALF:
+                attribute.i = FLOAT
+        for i, name in enumerate(node.output):
+            if types.get(name) == HALF:
+                node.output[i] = f"{name}/made"
+                nodes.append(helper.make_node("Cast", [f"{name}/made"], [f"{name}/rounded"], to=HALF))
+                nodes.append(helper.make_node("Cast", [f"{name}/rounded"], [name], to=FLOAT))
+    kept = onnx.GraphProto()
+    kept.node.extend(nodes)
+    for tensor in wide.graph.initializer:
+        values = numpy_helper.to_array(tensor) if tensor.data_type == HALF else None
+        kept.initializer.append(
+            tensor if values is None else numpy_helper.from_array(values.astype(np.float32), tensor.name)
+        )
+    for field in ("node", "initializer"):
+        wide.graph.ClearField(field)
+        getattr(wide.graph, field).extend(getattr(kept, field))
+    return wide
+
+
 @dataclass(frozen=True, slots=True)
 class _NodePlan:
     """What becomes of one node: which of its inputs and outputs turn into FP16."""
@@ -88,7 +125,7 @@ class _Rules:
         self._types = types
         self._too_large = too_large
         self._opset = opset_of(model)
-        self._before_log = before_logarithms(model.graph)
+        self._spectra = of_spectra(model.graph)
         self._constants = {
             tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT
         }
@@ -103,7 +140,7 @@ class _Rules:
             return kept
         if any(name in self._too_large for name in (*node.input, *node.output)):
             return kept
-        if any(name in self._before_log for name in node.output):
+        if any(name in self._spectra for name in node.output):
             return kept
         if node.op_type == "Cast":  # to FP32: to FP16 instead, whatever it comes from
             return _NodePlan(True, True, (), (0,)) if outputs else kept

@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from qworker.build.convert import all_nodes, before_logarithms, element_types, onnx
+from qworker.build.convert import all_nodes, element_types, of_spectra, onnx
 from qworker.build.convert_fp16 import FLOAT
 
 helper: Final = import_module("onnx.helper")
@@ -58,7 +58,7 @@ def place(model: Any) -> Placement:
     """Where the pairs go. Nodes inside of If and Loop stay as they are."""
     weights = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type == FLOAT}
     types = element_types(model)
-    spectra = before_logarithms(model.graph)
+    spectra = of_spectra(model.graph)
     nodes = [node for node in model.graph.node if node.output[0] not in spectra]
     found = [each for node in nodes if (each := _quantizable(node, weights, types)) is not None]
     residuals = _residuals(model.graph, found, weights)

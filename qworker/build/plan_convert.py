@@ -35,7 +35,7 @@ from qworker.store.files import disk_errors
 Precision = Literal["fp32", "fp16", "int8"]
 PRECISIONS: Final[tuple[Precision, ...]] = ("fp32", "fp16", "int8")
 
-_RECIPE: Final = 1
+_RECIPE: Final = 3
 """Goes up when the same input would be converted to something else: then what lies there is made anew."""
 _HALF_QUANTIZED_OPSET: Final = 19
 """The first operator set in which QuantizeLinear takes FP16."""
@@ -118,7 +118,7 @@ def _eight_bits(model: Any, rows: Rows, recipe: Recipe, stage: Stage) -> tuple[A
     if placement.count == 0:
         raise ModelRefused(
             "nothing in this model can run in INT8: it has no Conv, Gemm or MatMul with constant weights outside of "
-            "If and Loop: build it with --precision fp16"
+            "If and Loop, but for those that make a spectrum: build it with --precision fp16"
         )
     too_large = _too_large(model, rows, stage) if recipe.rest == "fp16" else frozenset[str]()
     steps = scales(

@@ -119,7 +119,7 @@ class _Bench:
         self._context = None
         self._stream.close()
 
-    def times(self, number: int, profile: Profile) -> list[BatchTime]:
+    def times(self, number: int, shapes: Profile) -> list[BatchTime]:
         """Milliseconds at the best and the largest shapes of a profile."""
         stream = int(self._stream.handle)
         if not self._context.set_optimization_profile_async(number, stream):
@@ -128,15 +128,15 @@ class _Bench:
         scratch = int(self._engine.get_device_memory_size_for_profile_v2(number))
         with self._buffers({"scratch": max(scratch, _SCRATCH_ALIGNMENT)}) as buffers:
             self._context.set_device_memory(int(buffers["scratch"].handle), buffers["scratch"].size)
-            best = self._run(number, profile, largest=False)
-            most = self._run(number, profile, largest=True)
+            best = self._run(number, shapes, largest=False)
+            most = self._run(number, shapes, largest=True)
         if best is None or most is None:
             return []
         return [BatchTime(profile=number, at="opt", ms=best), BatchTime(profile=number, at="max", ms=most)]
 
-    def _run(self, number: int, profile: Profile, *, largest: bool) -> float | None:
+    def _run(self, number: int, shapes: Profile, *, largest: bool) -> float | None:
         """None: sizes of this model depend on values, and zeros for inputs would say nothing of its speed."""
-        sizes = self._sizes(number, profile, largest=largest)
+        sizes = self._sizes(number, shapes, largest=largest)
         if sizes is None:
             return None
         if largest:
@@ -161,7 +161,7 @@ class _Bench:
                 spent.append(float(end - start))
         return statistics.median(spent)
 
-    def _sizes(self, number: int, profile: Profile, *, largest: bool) -> dict[str, int] | None:
+    def _sizes(self, number: int, shapes: Profile, *, largest: bool) -> dict[str, int] | None:
         """Tensor → bytes at the shapes to run, after these shapes have been set; None: they depend on values."""
         engine, context = self._engine, self._context
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
@@ -170,7 +170,7 @@ class _Bench:
         for name in inputs:
             low, best, high = (tuple(shape) for shape in engine.get_tensor_profile_shape(name, number))
             shape = (high if largest else best) or low
-            wanted = profile.get(name)
+            wanted = shapes.get(name)
             if wanted is not None and wanted.values:
                 return None
             if not context.set_input_shape(name, shape):
@@ -204,11 +204,11 @@ def _open_device(index: int) -> tuple[Any, Any]:
     except ImportError as exc:
         raise ModelRefused("cuda-python is not installed here: pip install 'qworker[gpu]'") from exc
     try:
-        error = driver.cuInit(0)[0]
+        status = driver.cuInit(0)[0]
     except RuntimeError as exc:  # the library that finds libcuda raises one when there is none
         raise ModelRefused("this machine has no NVIDIA driver: run this on one with a GPU") from exc
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise ModelRefused(f"CUDA does not start here ({error.name}): run this on a machine with a working GPU")
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise ModelRefused(f"CUDA does not start here ({status.name}): run this on a machine with a working GPU")
     count = int(_ok(driver, driver.cuDeviceGetCount()))
     if not 0 <= index < count:
         raise ModelRefused(f"there is no device {index} here, there are {count}: choose another --device")
@@ -216,9 +216,9 @@ def _open_device(index: int) -> tuple[Any, Any]:
 
 
 def _ok(driver: Any, result: tuple[Any, ...]) -> Any:
-    error, *values = result
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise ModelRefused(f"the CUDA driver answered {error.name}: look at nvidia-smi and the system log")
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise ModelRefused(f"the CUDA driver answered {status.name}: look at nvidia-smi and the system log")
     return values[0] if len(values) == 1 else tuple(values)
 
 
