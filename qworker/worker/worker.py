@@ -21,7 +21,7 @@ from qworker.errors import BrokerUnavailable
 from qworker.policy.backoff import LoadHistory
 from qworker.policy.claim import Hint as HintRule
 from qworker.policy.claim import on_hint
-from qworker.policy.eviction import Gdsf, Lru
+from qworker.policy.choice import make_eviction
 from qworker.policy.residency import Residency
 from qworker.store.base import Store
 from qworker.telemetry.counters import Counters
