@@ -12,6 +12,7 @@ model: the authors' own test vectors, a tone's pitch, a file's kind.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import shutil
@@ -96,6 +97,13 @@ def lay_out(
 
     Raises LayOutError with the reason when a package cannot be had or is not the one that we know.
     """
+    PACKAGES.mkdir(parents=True, exist_ok=True)
+    with (PACKAGES / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # others may lay out at the same time: tests run in several processes
+        return _lay_out(folder, only, told)
+
+
+def _lay_out(folder: Path, only: Sequence[str], told: Callable[[str], None]) -> list[LaidOut]:
     wanted = [model for model in table() if not only or model.id in only]
     unknown = set(only) - {model.id for model in wanted}
     if unknown:
