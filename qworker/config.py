@@ -69,9 +69,11 @@ class Settings(BaseSettings):
     name: Annotated[str, Field(min_length=1, max_length=100)] = Field(default_factory=_host_and_pid)
 
     # --- the hot zone ---
-    backend: Literal["onnx"] = "onnx"
+    backend: Literal["auto", "onnx", "tensorrt"] = "auto"
+    """``auto``: TensorRT where there is a GPU, and ONNX for the models without a plan for it, else ONNX."""
     memory: PositiveSize = Field(default_factory=_half_of_free_memory)
-    """Budget of all hot models together. Default: half of the memory that is free now."""
+    """Budget of all hot models together. Default: half of the memory that is free now; on a GPU, all that is
+    free of it less ``device_headroom``, which is also the most that it can be."""
     max_concurrent_loads: Annotated[int, Field(ge=1)] = 2
     min_residency: SecondsOrZero = 5.0
     """A model just loaded stays at least this long, unless one has waited for ``max_cold_wait``."""
@@ -81,10 +83,30 @@ class Settings(BaseSettings):
     load_timeout: Seconds = 300.0
     claim_timeout: Seconds = 120.0
     """How long a claim waits for bytes before it gives its lease back."""
-    eviction: Literal["gdsf", "lru"] = "gdsf"
+    eviction: Literal["gdsf", "rate", "lru", "s3fifo"] = "gdsf"
     pin: Annotated[tuple[str, ...], NoDecode] = ()
     """Models that are never evicted once loaded."""
     max_replicas: Annotated[int, Field(ge=1)] = 1
+
+    # --- the GPU ---
+    device: Annotated[str, Field(pattern=r"^(all|[0-9]{1,3}|(GPU|MIG)-[0-9A-Za-z/-]+)$")] = "0"
+    """Number, or UUID of a GPU or of a MIG slice; ``all``: a worker process for each of them."""
+    device_headroom: PositiveSize | None = None
+    """Device memory that models do not get. Default: a twentieth of it, at least 512 MiB."""
+    host_memory: PositiveSize = Field(default_factory=_half_of_free_memory)
+    """Budget of the models that run on ONNX beside a GPU. Default: half of the memory that is free now."""
+    lanes: Annotated[int, Field(ge=1, le=64)] = 2
+    """Executions at once on the device."""
+    arena: Literal["shared", "private"] = "shared"
+    """Whether plans share their scratch memory, inputs and outputs, a block for each lane."""
+    arena_memory: PositiveSize | None = None
+    """Bytes of the shared arena. Default: what the largest plan in the store needs; a quarter of the budget at most."""
+    cuda_graphs: bool = False
+    """Try CUDA graphs for shapes that come again, and keep those that are faster."""
+    trust_lean_runtimes: bool = False
+    """Take plans that bring a runtime of their own, which is code that runs on this host."""
+    poison_book: Path | None = None
+    """File that remembers by fingerprint which inputs broke the device; those that did so twice are refused."""
 
     # --- running jobs ---
     prefetch: Annotated[int, Field(ge=1, le=1000)] = 8
@@ -105,6 +127,8 @@ class Settings(BaseSettings):
     # --- the broker ---
     data_plane: Literal["fast", "aio-pika"] = "fast"
     """``fast`` parses AMQP frames in place; ``aio-pika`` is the reference that it is measured against."""
+    event_loop: Literal["auto", "asyncio", "uvloop"] = "auto"
+    """``auto`` is uvloop where it is installed (the extra ``[fast]``), else asyncio's own."""
     queue_type: Literal["quorum", "classic"] = "quorum"
     heartbeat: Annotated[int, Field(ge=5, le=60)] = 10
     confirm_timeout: Seconds = 30.0
@@ -154,7 +178,17 @@ class Settings(BaseSettings):
             raise ValueError("expected a URL like amqp://user:password@host:5672/vhost (amqps:// for TLS)")
         return value
 
-    @field_validator("log_level", "log_format", "eviction", "queue_type", "backend", "data_plane", mode="before")
+    @field_validator(
+        "log_level",
+        "log_format",
+        "eviction",
+        "queue_type",
+        "backend",
+        "data_plane",
+        "event_loop",
+        "arena",
+        mode="before",
+    )
     @classmethod
     def _any_case(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value

@@ -107,7 +107,7 @@ def test_pins_are_listed_with_commas_in_a_variable(monkeypatch: pytest.MonkeyPat
     [
         ({"heartbeat": 2}, ["heartbeat", "greater than or equal to 5", "'2'", "--heartbeat"]),
         ({"memory": "lots"}, ["memory", "512MiB", "'lots'", "--memory"]),
-        ({"eviction": "fifo"}, ["eviction", "'gdsf' or 'lru'", "'fifo'"]),
+        ({"eviction": "fifo"}, ["eviction", "'gdsf', 'rate', 'lru' or 's3fifo'", "'fifo'"]),
         ({"max_concurrent_loads": 0}, ["max_concurrent_loads", "--max-concurrent-loads", "'0'"]),
         ({"prefetch": 1001}, ["prefetch", "1000"]),
         ({"http_port": 70_000}, ["http_port", "65535"]),
