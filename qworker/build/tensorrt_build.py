@@ -180,7 +180,7 @@ class _Job:
 
     def _timing_cache(self, config: Any) -> Any:
         path = self._options.timing_cache
-        if path is None:
+        if path is None or self._kit.target == "rtx":  # which times nothing, and says that its caches do nothing
             return None
         with disk_errors(f"the timing cache {path} cannot be read"):
             content = path.read_bytes() if path.exists() else b""
