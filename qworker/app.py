@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
@@ -14,6 +15,7 @@ from qworker.api import connector_for
 from qworker.broker.reference.session import AioPikaConnector
 from qworker.config import Settings
 from qworker.engine.onnx import OnnxBackend
+from qworker.errors import ConfigError
 from qworker.store.local import LocalStore
 from qworker.telemetry.http import HealthServer
 from qworker.wire.topology import Entity, QueueType, lane_topology, static_topology
@@ -41,6 +43,19 @@ async def run_worker(settings: Settings) -> None:
         log.info("worker.started", name=settings.name, store=settings.store, memory=int(settings.memory))
         await worker.run()
     log.info("worker.stopped", name=settings.name)
+
+
+def loop_factory(wanted: Literal["auto", "asyncio", "uvloop"]) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the event loop, for ``asyncio.Runner``. Raises ConfigError where uvloop is wanted and missing."""
+    if wanted == "asyncio":
+        return None
+    try:
+        from uvloop import new_event_loop
+    except ImportError as exc:
+        if wanted == "auto":
+            return None
+        raise ConfigError("event_loop is uvloop, which is not installed: pip install 'qworker[fast]'") from exc
+    return new_event_loop
 
 
 def _stop_once(worker: Worker, signum: int) -> None:

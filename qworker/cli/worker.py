@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Final, NoReturn, cast
 
 import typer
 
-from qworker.app import run_worker
-from qworker.config import load_settings
-from qworker.errors import QworkerError
+from qworker.app import loop_factory, run_worker
+from qworker.config import Settings, load_settings
+from qworker.engine.tensorrt.devices import list_devices
+from qworker.errors import DeviceLost, QworkerError
+from qworker.supervise import supervise, worker_command
 from qworker.telemetry.log import configure_logging
 
 Flag = typer.Option
+
+DEVICE_LOST: Final = 70
+"""Exit code: the device is lost to this process, and a new one may do better."""
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +33,13 @@ def worker(
     broker: Annotated[str | None, Flag(help="amqp://user:password@host:port/vhost (amqps:// for TLS).")] = None,
     broker_username_file: Annotated[Path | None, Flag(help="File that holds the user name.")] = None,
     broker_password_file: Annotated[Path | None, Flag(help="File that holds the password.")] = None,
+    backend: Annotated[str | None, Flag(help="auto, onnx or tensorrt.")] = None,
+    device: Annotated[str | None, Flag(help="GPU: number or UUID; all: a worker process for each.")] = None,
     memory: Annotated[str | None, Flag(help="Budget of all hot models together, e.g. 512MiB.")] = None,
+    host_memory: Annotated[str | None, Flag(help="Budget of those on ONNX beside a GPU.")] = None,
+    lanes: Annotated[int | None, Flag(help="Executions at once on the GPU.")] = None,
+    arena: Annotated[str | None, Flag(help="shared or private scratch memory on the GPU.")] = None,
+    cuda_graphs: Annotated[bool | None, Flag(help="Try CUDA graphs, keep those that are faster.")] = None,
     name: Annotated[str | None, Flag(help="Name of this worker in logs and dead letters.")] = None,
     max_concurrent_loads: Annotated[int | None, Flag(help="Cold loads at once.")] = None,
     min_residency: Annotated[float | None, Flag(help="Seconds that a model just loaded stays.")] = None,
@@ -34,7 +47,7 @@ def worker(
     claim_timeout: Annotated[float | None, Flag(help="Seconds that a claim waits for bytes.")] = None,
     load_headroom: Annotated[str | None, Flag(help="Bytes that loads may take beyond the budget.")] = None,
     load_timeout: Annotated[float | None, Flag(help="Seconds that a load may take.")] = None,
-    eviction: Annotated[str | None, Flag(help="gdsf or lru.")] = None,
+    eviction: Annotated[str | None, Flag(help="gdsf, rate, lru or s3fifo.")] = None,
     pin: Annotated[list[str] | None, Flag(help="Model that is never evicted. May be given again.")] = None,
     max_replicas: Annotated[int | None, Flag(help="Workers that may serve one model at once.")] = None,
     prefetch: Annotated[int | None, Flag(help="Jobs in hand per model.")] = None,
@@ -45,6 +58,7 @@ def worker(
     grace: Annotated[float | None, Flag(help="Seconds to finish jobs in hand at a stop.")] = None,
     queue_type: Annotated[str | None, Flag(help="quorum or classic.")] = None,
     data_plane: Annotated[str | None, Flag(help="fast or aio-pika.")] = None,
+    event_loop: Annotated[str | None, Flag(help="auto, asyncio or uvloop.")] = None,
     sweep_interval: Annotated[float | None, Flag(help="Seconds between two sweeps of all queues.")] = None,
     heartbeat: Annotated[int | None, Flag(help="Seconds between AMQP heartbeats.")] = None,
     http_host: Annotated[str | None, Flag(help="Address of the health port.")] = None,
@@ -58,14 +72,33 @@ def worker(
     try:
         settings = load_settings(flags, config)
         configure_logging(settings.log_level, settings.log_format)
-        asyncio.run(run_worker(settings))
+        if settings.device == "all" and settings.backend != "onnx":
+            raise typer.Exit(_supervise(settings))
+        with asyncio.Runner(loop_factory=loop_factory(settings.event_loop)) as runner:
+            runner.run(run_worker(settings))
     except QworkerError as error:
         _refuse([error])
     except BaseExceptionGroup as group:
+        _end_if_device_lost(group)
         expected, unexpected = group.split(QworkerError)
         if unexpected is not None or expected is None:
             raise  # a fault of ours: the traceback belongs in the log
         _refuse(_leaves(expected))
+
+
+def _supervise(settings: Settings) -> int:
+    """A worker process for each device; the exit code."""
+    command = worker_command(sys.argv[1:], settings.name, settings.http_port)
+    return asyncio.run(supervise(list_devices(), command))
+
+
+def _end_if_device_lost(group: BaseExceptionGroup[BaseException]) -> None:
+    """End here where the device is what failed: its threads may never come back, and nobody can free anything."""
+    lost = group.subgroup(DeviceLost)
+    if lost is not None:
+        typer.echo(f"qworker worker: {_leaves(lost)[0]}", err=True)
+        sys.stderr.flush()
+        os._exit(DEVICE_LOST)
 
 
 def _refuse(errors: Sequence[BaseException]) -> NoReturn:
@@ -74,11 +107,11 @@ def _refuse(errors: Sequence[BaseException]) -> NoReturn:
     raise typer.Exit(1)
 
 
-def _leaves(group: BaseExceptionGroup[QworkerError]) -> list[BaseException]:
+def _leaves(group: BaseExceptionGroup[Any]) -> list[BaseException]:
     found: list[BaseException] = []
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):
-            found += _leaves(error)
+            found += _leaves(cast("BaseExceptionGroup[Any]", error))
         else:
             found.append(error)
     return found
