@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import struct
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from pamqp import frame
 from pamqp.base import Frame
 from pamqp.body import ContentBody
@@ -342,3 +342,12 @@ def test_rare_methods_come_as_pamqp_reads_them() -> None:
     assert isinstance(event, Called)
     assert isinstance(event.method, Frame)
     assert dict(event.method) == {"queue": "q", "message_count": 5, "consumer_count": 2}
+
+
+@settings(max_examples=200)
+@given(st.lists(st.binary(max_size=90), max_size=6), st.integers(64, 200))
+def test_a_body_in_parts_is_written_as_if_it_were_whole(parts: list[bytes], frame_max: int) -> None:
+    """Parts of any size, empty ones too, give the same bytes as the body that they make up."""
+    views = [memoryview(part) for part in parts]
+    in_parts = b"".join(write_publish(3, "e", "k", Properties(), views, frame_max=frame_max))
+    assert in_parts == b"".join(write_publish(3, "e", "k", Properties(), b"".join(parts), frame_max=frame_max))

@@ -100,10 +100,11 @@ class FastDelivery:
             raw = write_nack(self._consumer.number, self._tag, requeue=True)
             self._consumer.refuse(self._tag, len(self.body), raw)
 
-    def ack_soon(self) -> None:
-        """``ack`` without a coroutine: it leaves with the other acks of this turn of the loop."""
+    def ack_soon(self) -> bool:
+        """See ``Delivery``: it leaves with the other acks of this turn of the loop."""
         if self._settle():
             self._consumer.ack(self._tag, len(self.body))
+        return True
 
     def _settle(self) -> bool:
         """True the first time, while there is somebody to tell."""

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any, Final, cast
 
 from qworker.broker.base import Properties
@@ -79,6 +80,9 @@ class Headers(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         return self._table()[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._table().get(key, default)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._table())
@@ -257,6 +261,9 @@ def short_string(value: str, what: str) -> bytes:
     return bytes((len(raw),)) + raw
 
 
+_repeated_short_string = lru_cache(maxsize=1024)(short_string)  # one for all jobs of a caller
+
+
 def write_properties(properties: Properties, reply_to: str | None = None) -> bytes:
     """The flags and values of a content header; ``reply_to`` overrules theirs. Raises EncodeError."""
     reply_to = reply_to or properties.reply_to
@@ -264,7 +271,7 @@ def write_properties(properties: Properties, reply_to: str | None = None) -> byt
     parts: list[bytes] = []
     if properties.content_type is not None:
         flags |= 0x8000
-        parts.append(short_string(properties.content_type, "content type"))
+        parts.append(_repeated_short_string(properties.content_type, "content type"))
     if properties.headers:
         flags |= 0x2000
         parts.append(write_table(properties.headers))
@@ -279,7 +286,7 @@ def write_properties(properties: Properties, reply_to: str | None = None) -> byt
         parts.append(short_string(properties.correlation_id, "correlation id"))
     if reply_to is not None:
         flags |= 0x0200
-        parts.append(short_string(reply_to, "reply queue"))
+        parts.append(_repeated_short_string(reply_to, "reply queue"))
     if properties.expiration_ms is not None:
         flags |= 0x0100
         parts.append(short_string(str(max(0, properties.expiration_ms)), "expiration"))
@@ -312,7 +319,7 @@ def _read_properties(raw: Octets, at: int, end: int) -> Properties:  # noqa: C90
     persistent = False
     headers: Mapping[str, Any] | None = None
     if flags & 0x8000:
-        content_type, at = _short(raw, at, "replace")
+        content_type, at = _repeated_short(raw, at, "replace")
     if flags & 0x4000:
         at += 1 + raw[at]
     if flags & 0x2000:
@@ -331,7 +338,7 @@ def _read_properties(raw: Octets, at: int, end: int) -> Properties:  # noqa: C90
     if flags & 0x0400:
         correlation_id, at = _short(raw, at, "surrogateescape")
     if flags & 0x0200:
-        reply_to, at = _short(raw, at, "surrogateescape")
+        reply_to, at = _repeated_short(raw, at, "surrogateescape")
     if flags & 0x0100:
         expiration, at = _short(raw, at, "replace")
     if flags & 0x0080:
@@ -363,6 +370,17 @@ def _short(raw: Octets, at: int, errors: str) -> tuple[str, int]:
     start = at + 1
     after = start + raw[at]
     return str(raw[start:after], "utf-8", errors), after
+
+
+def _repeated_short(raw: Octets, at: int, errors: str) -> tuple[str, int]:
+    """``_short`` for what is the same in many messages."""
+    after = at + 1 + raw[at]
+    return _decoded(bytes(raw[at + 1 : after]), errors), after
+
+
+@lru_cache(maxsize=1024)
+def _decoded(raw: bytes, errors: str) -> str:
+    return raw.decode("utf-8", errors)
 
 
 def _milliseconds(timestamp: int | None) -> int | None:

@@ -8,6 +8,7 @@ receive straight into it, and a body is copied once on its way in.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
@@ -17,7 +18,7 @@ from pamqp import frame as pamqp_frame
 from pamqp.base import Frame
 from pamqp.exceptions import PAMQPException
 
-from qworker.broker.base import Properties
+from qworker.broker.base import Body, Properties
 from qworker.broker.fast.fields import EncodeError, FrameError, read_properties, short_string, write_properties
 
 PROTOCOL_HEADER: Final = b"AMQP\x00\x00\x09\x01"
@@ -234,14 +235,7 @@ class FrameReader:
         if end - at < 11:
             raise FrameError("expected a delivery, found a method that ends within it")
         tag, bits = _TAG_AND_BITS.unpack_from(buffer, at)
-        exchange_end = at + 10 + buffer[at + 9]
-        if exchange_end >= end:
-            raise FrameError("expected a delivery, found a method that ends within its exchange name")
-        key_end = exchange_end + 1 + buffer[exchange_end]
-        if key_end != end:
-            raise FrameError("expected a delivery, found a method that ends elsewhere than its routing key")
-        exchange = str(view[at + 10 : exchange_end], "utf-8", "replace")
-        key = str(view[exchange_end + 1 : key_end], "utf-8", "replace")
+        exchange, key = _exchange_and_key(bytes(view[at + 9 : end]))
         return _Content(Delivered(channel, tag, bits & 1 == 1, exchange, key))
 
     def _return(self, channel: int, at: int, end: int) -> _Content:
@@ -304,6 +298,17 @@ class FrameReader:
         return whole
 
 
+@lru_cache(maxsize=4096)
+def _exchange_and_key(raw: bytes) -> tuple[str, str]:
+    """The end of a delivery's method, which is the same for all jobs of a model. Raises FrameError."""
+    exchange_end = 1 + raw[0]
+    if exchange_end >= len(raw):
+        raise FrameError("expected a delivery, found a method that ends within its exchange name")
+    if exchange_end + 1 + raw[exchange_end] != len(raw):
+        raise FrameError("expected a delivery, found a method that ends elsewhere than its routing key")
+    return raw[1:exchange_end].decode("utf-8", "replace"), raw[exchange_end + 1 :].decode("utf-8", "replace")
+
+
 def read_method(raw: bytes) -> Frame:
     """Decode one whole method frame by pamqp. Raises FrameError."""
     try:
@@ -332,7 +337,7 @@ def write_publish(
     exchange: str,
     routing_key: str,
     properties: Properties,
-    body: bytes,
+    body: Body,
     *,
     mandatory: bool = False,
     frame_max: int = FRAME_MAX,
@@ -342,7 +347,8 @@ def write_publish(
 
     Raises EncodeError.
     """
-    size = len(body)
+    parts: Sequence[Buffer] = (body,) if isinstance(body, bytes) else body
+    size = sum(map(len, parts))
     values = write_properties(properties, reply_to)
     room = frame_max - _OVERHEAD
     if 12 + len(values) > room:
@@ -361,13 +367,27 @@ def write_publish(
     if not size:
         return [head]
     if size <= room:
-        return [head + _ENVELOPE.pack(_BODY, channel, size), body, _END]
-    out: list[Buffer] = [head]
-    view = memoryview(body)
-    for at in range(0, size, room):
-        part = view[at : at + room]
-        out += (_ENVELOPE.pack(_BODY, channel, len(part)), part, _END)
-    return out
+        return [head + _ENVELOPE.pack(_BODY, channel, size), *parts, _END]
+    return [head, *_body_frames(channel, parts, size, room)]
+
+
+def _body_frames(channel: int, parts: Sequence[Buffer], size: int, room: int) -> Iterator[Buffer]:
+    """The frames of a body of more than ``room`` bytes."""
+    free = 0  # bytes that the frame at hand still takes
+    for part in parts:
+        view = memoryview(part)
+        at = 0
+        while at < len(view):
+            if not free:
+                free = min(room, size)
+                size -= free
+                yield _ENVELOPE.pack(_BODY, channel, free)
+            piece = view[at : at + free]
+            at += len(piece)
+            free -= len(piece)
+            yield piece
+            if not free:
+                yield _END
 
 
 @lru_cache(maxsize=4096)

@@ -226,6 +226,10 @@ class Link(asyncio.BufferedProtocol):
 
     # --- reading ---
 
+    @property
+    def read_paused(self) -> bool:
+        return self._read_paused
+
     def pause_reading(self) -> None:
         """Take nothing more from the socket until ``resume_reading``."""
         if not self._read_paused and self._transport is not None and not self._ended.done():

@@ -6,14 +6,15 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 from pamqp.commands import Confirm
 
-from qworker.broker.base import MessageTooLarge, Properties
+from qworker.broker.base import Body, MessageTooLarge, Properties, Told
 from qworker.broker.direct_reply import Suspects, is_direct_reply, is_well_formed
 from qworker.broker.fast.channel import ChannelClosed, ConnectionClosed, LinkChannel
+from qworker.broker.fast.fields import EncodeError
 from qworker.broker.fast.frames import Confirmed, Returned, write_publish
 from qworker.broker.fast.link import Link
 from qworker.errors import BrokerError, BrokerRefused, BrokerUnavailable, PublishFailed, Unroutable
@@ -29,20 +30,20 @@ _MandatoryKey = tuple[str, str, str | None]
 
 
 class Outgoing:
-    """A message on its way: ``done`` resolves with the broker's confirm, unless the publisher is gone."""
+    """A message on its way: ``told`` hears of the broker's confirm, or why there is none."""
 
-    __slots__ = ("done", "exchange", "mandatory", "routing_key", "sent_at", "size")
+    __slots__ = ("exchange", "mandatory", "routing_key", "sent_at", "size", "told")
 
     def __init__(
         self,
-        done: asyncio.Future[None],
+        told: Told,
         sent_at: float,
         exchange: str,
         routing_key: str,
         size: int,
         mandatory: Mandatory | None = None,
     ) -> None:
-        self.done = done
+        self.told = told
         self.sent_at = sent_at
         self.exchange = exchange
         self.routing_key = routing_key
@@ -128,16 +129,41 @@ class Publisher:
         self._loop = asyncio.get_running_loop()
         self.channel = self._open()
 
+    def send(self, exchange: str, routing_key: str, body: Body, properties: Properties, told: Told) -> bool:
+        """See ``Session.send``."""
+        link = self._link
+        size = len(body) if isinstance(body, bytes) else sum(map(len, body))
+        if (
+            size > self._max_bytes
+            or link.blocked is not None
+            or link.write_paused
+            or self.channel.error is not None
+            or (not exchange and not self._may_answer(routing_key))
+        ):
+            return False
+        try:
+            self._write(exchange, routing_key, body, size, properties, told)
+        except EncodeError:
+            return False  # ``publish`` says what is wrong with it
+        return True
+
+    def _may_answer(self, routing_key: str) -> bool:
+        """False for a direct reply whose name would end the connection."""
+        if not is_direct_reply("", routing_key):
+            return True
+        return _is_well_formed(routing_key) and not self._suspects.is_convicted(routing_key)
+
     async def publish(
-        self, exchange: str, routing_key: str, body: bytes, properties: Properties, *, mandatory: bool = False
+        self, exchange: str, routing_key: str, body: Body, properties: Properties, *, mandatory: bool = False
     ) -> None:
         """See ``Session.publish``."""
         link = self._link
-        if len(body) > self._max_bytes:
-            raise _too_large(len(body), self._max_bytes)
+        size = len(body) if isinstance(body, bytes) else sum(map(len, body))
+        if size > self._max_bytes:
+            raise _too_large(size, self._max_bytes)
         if is_direct_reply(exchange, routing_key):
             mandatory = False  # RabbitMQ 3.10 and 4.0 deliver a mandatory direct reply and return it as well
-            if not _is_well_formed(routing_key) or self._suspects.is_convicted(routing_key):
+            if not self._may_answer(routing_key):
                 _LOG.warning("a direct reply was dropped: its name is not one that this broker gave out")
                 return
         for _ in range(_ATTEMPTS):
@@ -145,7 +171,11 @@ class Publisher:
                 await link.wait_writable()
             stub = await self._take_key((exchange, routing_key, properties.message_id)) if mandatory else None
             try:
-                await self._send(exchange, routing_key, body, properties, stub)
+                if self.channel.error is not None:
+                    raise _lost(self.channel.error)
+                done: asyncio.Future[None] = self._loop.create_future()
+                self._write(exchange, routing_key, body, size, properties, partial(_resolve, done), stub)
+                await done
             except ChannelClosed as exc:
                 if not exc.collateral:
                     raise _lost(exc) from exc
@@ -153,29 +183,32 @@ class Publisher:
                 return
         raise PublishFailed(f"other publishes broke the channel {_ATTEMPTS} times under this one: try again")
 
-    def _send(
-        self, exchange: str, routing_key: str, body: bytes, properties: Properties, stub: Mandatory | None
-    ) -> asyncio.Future[None]:
-        """Write the message; the future resolves with its confirm."""
-        channel = self.channel
-        if channel.error is not None:
-            raise _lost(channel.error)
+    def _write(
+        self,
+        exchange: str,
+        routing_key: str,
+        body: Body,
+        size: int,
+        properties: Properties,
+        told: Told,
+        stub: Mandatory | None = None,
+    ) -> None:
+        """Write the message; ``told`` hears of its confirm. Raises EncodeError."""
+        link = self._link
         buffers = write_publish(
-            channel.number,
+            self.channel.number,
             exchange,
             routing_key,
             properties,
             body,
             mandatory=stub is not None,
-            frame_max=self._link.limits.frame_max,
+            frame_max=link.limits.frame_max,
             reply_to=self._reply_to,
         )
-        done: asyncio.Future[None] = self._loop.create_future()
         if stub is not None:
             self._mandatory[stub.key] = stub
-        self._ledger.add(Outgoing(done, self._loop.time(), exchange, routing_key, len(body), stub))
-        self._link.write(buffers, len(body))
-        return done
+        self._ledger.add(Outgoing(told, self._loop.time(), exchange, routing_key, size, stub))
+        link.write(buffers, size)
 
     async def _take_key(self, key: _MandatoryKey) -> Mandatory:
         """A return names its message by this key alone, so only one of a kind is on its way at a time."""
@@ -204,18 +237,16 @@ class Publisher:
 
     def _confirmed(self, confirm: Confirmed) -> None:
         for message in self._ledger.settle(confirm.tag, multiple=confirm.multiple):
-            stub, done = message.mandatory, message.done
+            stub = message.mandatory
             if stub is not None:
                 del self._mandatory[stub.key]
                 stub.settled.set_result(None)
-            if done.done():
-                continue  # whoever published it has gone
             if stub is not None and stub.returned is not None:
-                done.set_exception(Unroutable(stub.returned))
+                message.told(Unroutable(stub.returned))
             elif confirm.ok:
-                done.set_result(None)
+                message.told(None)
             else:
-                done.set_exception(
+                message.told(
                     PublishFailed(
                         f"the broker nacked a message for exchange {message.exchange!r}: a queue is full or "
                         "unavailable. Try again later"
@@ -241,10 +272,18 @@ class Publisher:
         elif isinstance(error, ConnectionClosed) and error.reply_code == _INTERNAL_ERROR:
             self._suspects.died_with(m.routing_key for m in left if is_direct_reply(m.exchange, m.routing_key))
         for message in left:
-            if not message.done.done():
-                message.done.set_exception(_failure(message, error, may_retry=self._on_broken is None))
+            message.told(_failure(message, error, may_retry=self._on_broken is None))
         if self._on_broken is not None:
             self._on_broken(error)
+
+
+def _resolve(done: asyncio.Future[None], error: BrokerError | None) -> None:
+    if done.done():
+        return  # whoever published it has gone
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
 
 
 def _failure(message: Outgoing, error: BrokerError, *, may_retry: bool) -> BrokerError:

@@ -16,7 +16,7 @@ from typing import Final
 from pamqp.commands import Basic
 
 from qworker.broker.address import broker_url, shown
-from qworker.broker.base import Consumer, Depth, OnDelivery, OnReply, Properties, RpcChannel, Session
+from qworker.broker.base import Body, Consumer, Depth, OnDelivery, OnReply, Properties, RpcChannel, Session, Told
 from qworker.broker.direct_reply import Suspects
 from qworker.broker.fast.channel import ChannelClosed
 from qworker.broker.fast.consumer import FastConsumer
@@ -231,11 +231,14 @@ class FastSession:
         await consumer.start(prefetch, priority)
         return consumer
 
+    def send(self, exchange: str, routing_key: str, body: Body, properties: Properties, told: Told) -> bool:
+        return self._publisher.send(exchange, routing_key, body, properties, told)
+
     async def publish(
         self,
         exchange: str,
         routing_key: str,
-        body: bytes,
+        body: Body,
         properties: Properties,
         *,
         mandatory: bool = False,
@@ -265,7 +268,7 @@ class FastSession:
         self._held_bytes += nbytes
         if self._held_bytes > self._max_held_bytes:
             self._consuming.pause_reading()
-        elif self._held_bytes <= self._max_held_bytes // 2:
+        elif self._consuming.read_paused and self._held_bytes <= self._max_held_bytes // 2:
             self._consuming.resume_reading()
 
     def before_flush(self, call: Callable[[], None]) -> None:
@@ -301,7 +304,10 @@ class FastRpcChannel:
             self._channel.close()
             raise
 
-    async def publish(self, exchange: str, routing_key: str, body: bytes, properties: Properties) -> None:
+    def send(self, exchange: str, routing_key: str, body: Body, properties: Properties, told: Told) -> bool:
+        return self._publisher.send(exchange, routing_key, body, properties, told)
+
+    async def publish(self, exchange: str, routing_key: str, body: Body, properties: Properties) -> None:
         await self._publisher.publish(exchange, routing_key, body, properties)
 
     async def close(self) -> None:

@@ -59,6 +59,9 @@ class AioPikaDelivery:
             with suppress(*LIBRARY_ERRORS):  # the session ended: the broker has the message back
                 await self._channel.basic_ack(self._tag, wait=False)
 
+    def ack_soon(self) -> bool:
+        return False  # aiormq has no way to write without a coroutine
+
     async def reject(self, *, requeue: bool) -> None:
         if self._may_settle():
             with suppress(*LIBRARY_ERRORS):

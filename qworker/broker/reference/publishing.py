@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import aiormq
+import msgspec
 from aiormq import spec
 from aiormq.abc import DeliveredMessage
 
-from qworker.broker.base import OnReply, Properties
+from qworker.broker.base import Body, OnReply, Properties, Told
 from qworker.broker.direct_reply import Suspects, is_direct_reply, is_well_formed
 from qworker.broker.reference.errors import ENCODE_ERRORS, is_phantom, is_to_blame, publish_error, too_large
 from qworker.broker.reference.life import Life
@@ -89,9 +90,11 @@ class Outbox:
         return True
 
     def message(
-        self, exchange: str, routing_key: str, body: bytes, properties: Properties, *, mandatory: bool
+        self, exchange: str, routing_key: str, body: Body, properties: Properties, *, mandatory: bool
     ) -> _Message:
         """Raises PublishFailed for what AMQP, or our limit, does not let through."""
+        if not isinstance(body, bytes):
+            body = b"".join(body)
         if len(body) > self._max_message_bytes:
             raise too_large(len(body), self._max_message_bytes)
         try:
@@ -177,7 +180,7 @@ class Publisher:
         self._channel: aiormq.Channel | None = None  # written under the lock
 
     async def publish(
-        self, exchange: str, routing_key: str, body: bytes, properties: Properties, *, mandatory: bool
+        self, exchange: str, routing_key: str, body: Body, properties: Properties, *, mandatory: bool
     ) -> None:
         message = self._outbox.message(exchange, routing_key, body, properties, mandatory=mandatory)
         if self._outbox.drops(exchange, routing_key):
@@ -190,8 +193,8 @@ class Publisher:
                 return
             except aiormq.ChannelClosed as error:
                 # All publishes in flight fall with the channel; those that are not to blame go again.
-                if is_to_blame(error, exchange, len(body), properties.reply_to) is not False:
-                    raise publish_error(error, exchange, len(body)) from None
+                if is_to_blame(error, exchange, len(message.body), properties.reply_to) is not False:
+                    raise publish_error(error, exchange, len(message.body)) from None
             except aiormq.ChannelInvalidStateError:
                 if not self._link.is_open:
                     raise await self._life.ended_soon() from None
@@ -219,15 +222,18 @@ class AioPikaRpcChannel:
         await self._channel.basic_consume(DIRECT_REPLY_TO, self._receive, no_ack=True)
         when_closed(self._channel, self._on_closed)
 
-    async def publish(self, exchange: str, routing_key: str, body: bytes, properties: Properties) -> None:
-        envelope = replace(properties, reply_to=DIRECT_REPLY_TO)
+    def send(self, exchange: str, routing_key: str, body: Body, properties: Properties, told: Told) -> bool:  # noqa: ARG002
+        return False  # aiormq has no way to publish without a coroutine
+
+    async def publish(self, exchange: str, routing_key: str, body: Body, properties: Properties) -> None:
+        envelope = msgspec.structs.replace(properties, reply_to=DIRECT_REPLY_TO)
         message = self._outbox.message(exchange, routing_key, body, envelope, mandatory=False)
         await self._outbox.wait_until_unblocked()
         try:
             await self._outbox.send(self._channel, message)
         except aiormq.ChannelClosed as error:
-            if is_to_blame(error, exchange, len(body), DIRECT_REPLY_TO) is not False:
-                raise publish_error(error, exchange, len(body)) from None
+            if is_to_blame(error, exchange, len(message.body), DIRECT_REPLY_TO) is not False:
+                raise publish_error(error, exchange, len(message.body)) from None
             raise await self._life.ended_soon() from None
         except aiormq.ChannelInvalidStateError:
             if self._closing:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qworker.broker.address import broker_url, shown
-from qworker.broker.base import Depth, OnDelivery, OnReply, Properties
+from qworker.broker.base import Body, Depth, OnDelivery, OnReply, Properties, Told
 from qworker.broker.direct_reply import Suspects
 from qworker.broker.reference.consuming import MAX_PREFETCH, AioPikaConsumer
 from qworker.broker.reference.control import Control
@@ -178,8 +178,11 @@ class AioPikaSession:
             raise
         return consumer
 
+    def send(self, exchange: str, routing_key: str, body: Body, properties: Properties, told: Told) -> bool:  # noqa: ARG002
+        return False  # aiormq has no way to publish without a coroutine
+
     async def publish(
-        self, exchange: str, routing_key: str, body: bytes, properties: Properties, *, mandatory: bool = False
+        self, exchange: str, routing_key: str, body: Body, properties: Properties, *, mandatory: bool = False
     ) -> None:
         await self._publisher.publish(exchange, routing_key, body, properties, mandatory=mandatory)
 
