@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgpack
@@ -38,6 +39,10 @@ _MAX_FAILURE_TEXT = 4096
 _INT_RANGE = (-(2**63), 2**64 - 1)
 _SAFE_ERROR = re.compile(r"truncated|UTF-8|byte \d+")
 
+LARGE_TENSOR_BYTES = 64 << 10
+"""From here on a tensor is worth a part of its own in ``result_body``."""
+_TENSOR_KEYS = frozenset(("inputs", "outputs"))
+_Packer = cast("Callable[[], Any]", msgpack.Packer)
 _packb = cast("Callable[[object], bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]  # untyped
 
 Scalar = str | bool | int | float
@@ -90,6 +95,10 @@ _REPLIES: dict[Kind, _Decoder[_ReplyForm]] = {
     MSGPACK: msgspec.msgpack.Decoder(_ReplyForm),
     JSON: msgspec.json.Decoder(_ReplyForm),
 }
+_TIMINGS: dict[Kind, _Decoder[dict[str, float]]] = {
+    MSGPACK: msgspec.msgpack.Decoder(dict[str, float]),
+    JSON: msgspec.json.Decoder(dict[str, float]),
+}
 _PARAMETERS: dict[Kind, _Decoder[dict[str, Scalar]]] = {
     MSGPACK: msgspec.msgpack.Decoder(dict[str, Scalar]),
     JSON: msgspec.json.Decoder(dict[str, Scalar]),
@@ -104,6 +113,8 @@ def body_kind(content_type: str | None, body: bytes) -> Kind:
 
     Raises InvalidInput for a content type that is neither. Parameters (charset) do not count.
     """
+    if content_type == MSGPACK:
+        return MSGPACK
     if not content_type:
         return _sniffed(body)
     kind = _ALIASES.get(content_type.partition(";")[0].strip().lower())
@@ -146,14 +157,14 @@ def decode_job(
             f"the routing key says model {shown(model)}, the body's model_name says {shown(form.model_name)}: "
             "make them equal, or leave model_name out"
         )
-    body_id = check_job_id(form.id or "")
+    body_id = check_job_id(form.id) if form.id else ""
     return Job(
         id=job_id or body_id,
         model=model,
         inputs=_tensors("input", form.inputs, kind, limits, nulls=False),
         version=None if form.model_version is None else check_version(form.model_version),
-        outputs=_output_names(form.outputs or (), limits),
-        parameters=_parameters(form.parameters, kind, limits),
+        outputs=_output_names(form.outputs, limits) if form.outputs else (),
+        parameters=_parameters(form.parameters, kind, limits) if form.parameters is not UNSET else {},
     )
 
 
@@ -209,8 +220,7 @@ def _tensors(role: str, forms: list[_TensorForm], kind: Kind, limits: Limits, *,
     elements = 0
     tensors: dict[str, Tensor] = {}
     for form in forms:
-        name = check_tensor_name(f"an {role}", form.name, limits.max_name_bytes)
-        where = f"{role} {shown(name)}"
+        name, where = _named(role, form.name, limits.max_name_bytes)
         if name in tensors:
             raise InvalidInput(f"{where} is there twice: send each {role} once")
         shape = tuple(form.shape)
@@ -226,6 +236,13 @@ def _tensors(role: str, forms: list[_TensorForm], kind: Kind, limits: Limits, *,
             array = read_json(where, form.datatype, shape, count, raw, nulls=nulls)
         tensors[name] = Tensor(name, form.datatype, array)
     return tuple(tensors.values())
+
+
+@lru_cache(maxsize=4096)
+def _named(role: str, name: str, max_bytes: int) -> tuple[str, str]:
+    """A tensor's name, and how to speak of it: the same for all jobs of a model."""
+    check_tensor_name(f"an {role}", name, max_bytes)
+    return name, f"{role} {shown(name)}"
 
 
 def _payload(where: str, form: _TensorForm) -> Raw:
@@ -274,10 +291,12 @@ def _check_parameters(parameters: Mapping[str, object], limits: Limits) -> None:
 
 
 def _timing(raw: Raw | UnsetType, kind: Kind, limits: Limits) -> dict[str, float]:
-    values = _parameters(raw, kind, limits)
-    if not all(isinstance(value, (int, float)) for value in values.values()):
+    if not isinstance(raw, Raw) or _is_null(raw):
+        return {}
+    values = _decode(_TIMINGS[kind], raw, "timing", kind)
+    if len(values) > limits.max_parameters or not all(map(math.isfinite, values.values())):
         raise InvalidInput("expected timing to hold seconds; found something else")
-    return {name: float(value) for name, value in values.items()}
+    return values
 
 
 def _is_null(raw: Raw) -> bool:
@@ -304,6 +323,8 @@ def encode_job(job: Job, content_type: str = MSGPACK) -> bytes:
     form["inputs"] = _tensor_forms(job.inputs, kind)
     if job.outputs:
         form["outputs"] = [{"name": name} for name in job.outputs]
+    if kind == MSGPACK and sum(t.array.nbytes for t in job.inputs) >= LARGE_TENSOR_BYTES:
+        return b"".join(_encode_in_parts(form))  # one copy; the packer grows its buffer, and copies it at the end
     return _encode(form, kind)
 
 
@@ -314,14 +335,24 @@ def encode_result(result: Result, content_type: str = MSGPACK) -> bytes:
     UTF-8. The requester chose the form, so it is the requester who is told to choose the other.
     """
     kind = body_kind(content_type, b"")
-    form = {
+    return _encode(_result_form(result, kind), kind)
+
+
+def _result_form(result: Result, kind: Kind) -> dict[str, Any]:
+    return {
         "id": result.id,
         "model_name": result.model,
         "model_version": result.version,
         "outputs": _tensor_forms(result.outputs, kind),
-        "timing": {name: float(seconds) for name, seconds in result.timing.items()},
+        "timing": dict(result.timing),
     }
-    return _encode(form, kind)
+
+
+def result_body(result: Result, content_type: str = MSGPACK) -> bytes | list[bytes | memoryview]:
+    """``encode_result``, in parts where tensors are large: those stay where they are."""
+    if body_kind(content_type, b"") == JSON or sum(t.array.nbytes for t in result.outputs) < LARGE_TENSOR_BYTES:
+        return encode_result(result, content_type)
+    return _encode_in_parts(_result_form(result, MSGPACK))
 
 
 def encode_failure(failure: Failure, content_type: str = MSGPACK) -> bytes:
@@ -346,6 +377,33 @@ def _encode(form: Mapping[str, Any], kind: Kind) -> bytes:
         raise InvalidInput("expected text that can be sent as UTF-8; found a lone surrogate: rename it") from exc
     except ValueError as exc:
         raise InvalidInput(f"the message is larger than {kind} can hold: send less at once") from exc
+
+
+def _encode_in_parts(form: Mapping[str, Any]) -> list[bytes | memoryview]:
+    """``_encode`` as MessagePack, with the bytes of large tensors as parts of their own."""
+    packer = _Packer()
+    parts: list[bytes | memoryview] = []
+    packed = bytearray(packer.pack_map_header(len(form)))
+    for key, value in form.items():
+        packed += packer.pack(key)
+        if key not in _TENSOR_KEYS:
+            packed += packer.pack(value)
+            continue
+        packed += packer.pack_array_header(len(value))
+        for tensor in value:
+            payload = tensor.get("data")
+            if not isinstance(payload, memoryview) or payload.nbytes < LARGE_TENSOR_BYTES:
+                packed += packer.pack(tensor)
+                continue
+            head = {name: field for name, field in tensor.items() if name != "data"}
+            packed += packer.pack_map_header(len(tensor))
+            for name, field in head.items():
+                packed += packer.pack(name) + packer.pack(field)
+            packed += packer.pack("data") + b"\xc6" + payload.nbytes.to_bytes(4, "big")
+            parts += (bytes(packed), payload)
+            packed.clear()
+    parts.append(bytes(packed))
+    return parts
 
 
 def _refuse_non_finite(tensors: Iterable[Tensor]) -> None:

@@ -49,6 +49,9 @@ def datatype_of(dtype: np.dtype[Any]) -> str:
 
     Raises InvalidInput for dtypes that the protocol does not know (complex, datetime64, longdouble...).
     """
+    known = _NAMES.get(dtype)
+    if known is not None:
+        return known
     if dtype.kind in "SUOT":
         return BYTES
     if dtype.name == "bfloat16":  # registered by ml_dtypes
@@ -142,6 +145,8 @@ def _bytes_array(name: str, source: NDArray[Any]) -> NDArray[Any]:
 
 
 def _cast(name: str, source: NDArray[Any], datatype: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if source.dtype == dtype:
+        return source
     if np.can_cast(source.dtype, dtype, "safe"):
         return source.astype(dtype, copy=False)
     if source.dtype.kind in "iu" and dtype.kind in "iu":

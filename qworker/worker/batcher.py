@@ -27,6 +27,9 @@ MOST_PREFETCH = 256
 MOST_BYTES_IN_HAND = 64 << 20
 """Of a model's jobs, where their size is known: what comes before its turn lies in memory."""
 
+Answer = asyncio.Future[tuple[list[Tensor], float]]
+"""The outputs of a job, and the seconds of the runs that it was part of."""
+
 _ONE_RUN_EACH = RowAxes({}, {})
 
 
@@ -39,7 +42,7 @@ class _Entry:
     rows: int
     key: Hashable
     deadline: float | None
-    answer: asyncio.Future[tuple[list[Tensor], float]]
+    answer: Answer
     dropped: bool = False
     parts: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
     rows_done: int = 0
@@ -118,6 +121,25 @@ class Batcher:
         Raises DeadlineExceeded when ``deadline`` (unix seconds) passes before it runs, and what the engine
         raises for this job alone. Cancelled, it drops out of whatever has not begun.
         """
+        entry = self._enter(job, deadline)
+        try:
+            return await entry.answer
+        finally:
+            self._forget(entry)
+
+    def submit(self, job: Job, deadline: float | None, told: Callable[[Answer], None]) -> None:
+        """``run`` without a coroutine: ``told`` is called with a future that is done."""
+        entry = self._enter(job, deadline)
+
+        def answered(answer: Answer) -> None:
+            self._forget(entry)
+            told(answer)
+
+        entry.answer.add_done_callback(answered)
+
+    # --- on the loop -----------------------------------------------------------------------------
+
+    def _enter(self, job: Job, deadline: float | None) -> _Entry:
         loop = asyncio.get_running_loop()
         rows, key, alone = self._place(job)
         self._numbers += 1
@@ -128,12 +150,7 @@ class Batcher:
             # Once for all that this turn of the loop brings: they may belong together.
             self._looking = True
             loop.call_soon(self._look)
-        try:
-            return await entry.answer
-        finally:
-            self._forget(entry)
-
-    # --- on the loop -----------------------------------------------------------------------------
+        return entry
 
     def _place(self, job: Job) -> tuple[int, Hashable, bool]:
         """Rows, bucket, and whether it must run by itself."""

@@ -1,23 +1,31 @@
-"""The path of one job on a hot model: delivery → decode → check → run → encode → settle."""
+"""The path of one job on a hot model: delivery → decode → check → run → encode → settle.
+
+A job has no task of its own: each stage calls the next one, from the callbacks of the connection and of the
+batcher. Only what has to wait (an answer that is no result, JSON of some size, a broker that takes nothing
+now) gets a task.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
+
+from msgspec.structs import replace
 
 from qworker.broker.base import Delivery, Session
 from qworker.errors import InvalidInput, JobError
 from qworker.store.card import Card
 from qworker.wire.codec import decode_job, reply_kind
 from qworker.wire.limits import Limits
-from qworker.wire.messages import JSON, Job, Result
+from qworker.wire.messages import JSON, Job, Result, Tensor
 from qworker.wire.names import shown
 from qworker.wire.signature import Signature, check_inputs, check_outputs
 from qworker.wire.topology import DEADLINE_HEADER, PUBLISHED_HEADER
-from qworker.worker.batcher import Batcher, expired
+from qworker.worker.batcher import Answer, Batcher, expired
 from qworker.worker.hot_zone import HotZone
 from qworker.worker.settle import Settler
 
@@ -55,8 +63,8 @@ class Server:
         self.in_hand = 0
         self.window = 0
         self.serving: Serving | JobError | None = None
+        self.settler = settler
         self._zone = zone
-        self._settler = settler
         self._tasks = tasks
         self._limits = limits
         self._idle = asyncio.Event()
@@ -70,7 +78,7 @@ class Server:
             self._idle.clear()
             self._zone.used(self.model)
             self._zone.started(self.model)
-            self._tasks.create_task(self._answer(session, delivery))
+            _JobInHand(self, session, delivery).begin()
 
         return take
 
@@ -86,73 +94,147 @@ class Server:
         """Wait until everything in hand is settled."""
         await self._idle.wait()
 
-    async def _answer(self, session: Session, delivery: Delivery) -> None:
-        received = time.time()
-        job_id = delivery.properties.message_id or ""
-        try:
-            try:
-                serving = self._ready_for(delivery, received)
-                job = _named(await self._decode(delivery, job_id))
-                job_id = job.id
-                verdict: Result | JobError = await self._run(job, serving, delivery, received)
-            except JobError as error:
-                verdict = error
-            await self._settler.settle(session, delivery, self.model, job_id, verdict)
-        finally:
-            self.in_hand -= 1
-            self._zone.finished(self.model)
-            if self.in_hand == 0:
-                self._idle.set()
+    # --- for the jobs in hand --------------------------------------------------------------------
 
-    def _ready_for(self, delivery: Delivery, now: float) -> Serving:
+    def ready_for(self, delivery: Delivery, deadline: float | None, now: float) -> Serving:
         """What the job runs on. Raises JobError when it must not run."""
-        self._settler.check_attempts(delivery)
+        self.settler.check_attempts(delivery)
         serving = self.serving
         if isinstance(serving, JobError):
             raise serving
         assert serving is not None, "a consumer was started before there was anything to serve"
-        deadline = _deadline(delivery)
         if deadline is not None and deadline < now:
             raise expired(deadline, now)
         return serving
 
-    async def _decode(self, delivery: Delivery, job_id: str) -> Job:
-        body, content_type = delivery.body, delivery.properties.content_type
+    def decode(self, delivery: Delivery) -> Job:
+        """Raises InvalidInput."""
+        properties = delivery.properties
+        job_id = properties.message_id or ""
+        job = decode_job(delivery.body, properties.content_type, model=self.model, job_id=job_id, limits=self._limits)
+        # an id of its own, or a made-up one, so that logs and answers can name it
+        return job if job.id else replace(job, id=str(uuid4()))
 
-        def decode() -> Job:
-            return decode_job(body, content_type, model=self.model, job_id=job_id, limits=self._limits)
-
-        if len(body) > BIG_JSON and reply_kind(content_type, body) == JSON:
-            return await asyncio.to_thread(decode)  # numbers as text: about 5 ms a MiB, too long for the loop
-        return decode()
-
-    async def _run(self, job: Job, serving: Serving, delivery: Delivery, received: float) -> Result:
+    def check(self, job: Job, serving: Serving) -> None:
+        """Raises InvalidInput for what the model does not take."""
         if job.version not in (None, serving.card.version):
             raise InvalidInput(
                 f"{self.model} serves version {serving.card.version}; the job asks for {shown(job.version or '')}: "
                 "leave model_version out, or register that version as the newest"
             )
         check_inputs(serving.signature, job.inputs)
-        check_outputs(serving.signature, job.outputs)
-        return await self._infer(job, serving, delivery, received)
+        if job.outputs:
+            check_outputs(serving.signature, job.outputs)
 
-    async def _infer(self, job: Job, serving: Serving, delivery: Delivery, received: float) -> Result:
-        started = time.perf_counter()
-        outputs, run_seconds = await serving.batcher.run(job, _deadline(delivery))
-        published = _published(delivery)
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Give ``work`` a task."""
+        try:
+            self._tasks.create_task(work)
+        except RuntimeError:  # the model was abandoned: the broker gets the job back when the session ends
+            work.close()
+
+    def crash(self, bug: BaseException) -> None:
+        """Something that must not happen, in a callback: raise it where it ends the worker."""
+        self.spawn(_raise(bug))
+
+    def settled(self) -> None:
+        """A delivery that was in hand is not any more."""
+        self.in_hand -= 1
+        self._zone.finished(self.model)
+        if self.in_hand == 0:
+            self._idle.set()
+
+
+class _JobInHand:
+    """One delivery, from its coming to its settling."""
+
+    __slots__ = ("_deadline", "_delivery", "_job_id", "_received", "_server", "_serving", "_session", "_started")
+
+    _serving: Serving
+    _started: float
+
+    def __init__(self, server: Server, session: Session, delivery: Delivery) -> None:
+        self._server = server
+        self._session = session
+        self._delivery = delivery
+        self._job_id = delivery.properties.message_id or ""
+        self._received = time.time()
+        self._deadline = _deadline(delivery)
+
+    def begin(self) -> None:
+        server, delivery = self._server, self._delivery
+        body = delivery.body
+        try:
+            self._serving = server.ready_for(delivery, self._deadline, self._received)
+            if len(body) > BIG_JSON and reply_kind(delivery.properties.content_type, body) == JSON:
+                server.spawn(self._decode_apart())
+            else:
+                self._run(server.decode(delivery))
+        except JobError as error:
+            self._end(error)
+
+    async def _decode_apart(self) -> None:
+        """Numbers as text: about 5 ms a MiB, too long for the loop."""
+        try:
+            self._run(await asyncio.to_thread(self._server.decode, self._delivery))
+        except JobError as error:
+            self._end(error)
+
+    def _run(self, job: Job) -> None:
+        self._job_id = job.id
+        self._server.check(job, self._serving)
+        self._started = time.perf_counter()
+        self._serving.batcher.submit(job, self._deadline, self._ran)
+
+    def _ran(self, answer: Answer) -> None:
+        try:
+            try:
+                verdict: Result | JobError = self._result(*answer.result())
+            except JobError as error:
+                verdict = error
+            self._end(verdict)
+        except BaseException as bug:  # noqa: BLE001  # not swallowed
+            self._server.crash(bug)
+
+    def _result(self, outputs: list[Tensor], run_seconds: float) -> Result:
+        serving = self._serving
+        published = _published(self._delivery)
+        waited = time.perf_counter() - self._started - run_seconds
         timing = {
-            "queue": max(0.0, received - published) if published is not None else 0.0,
-            "wait": max(0.0, time.perf_counter() - started - run_seconds),  # pieces of a large job run at once
+            "queue": max(0.0, self._received - published) if published is not None else 0.0,
+            "wait": max(0.0, waited),  # pieces of a large job run at once
             "run": run_seconds,
         }
         if published is not None and published < serving.since:
             timing["load"] = serving.load_seconds  # the job was there before the model was
-        return Result(job.id, self.model, serving.card.version, tuple(outputs), timing)
+        return Result(self._job_id, self._server.model, serving.card.version, tuple(outputs), timing)
+
+    def _end(self, verdict: Result | JobError) -> None:
+        """Settle, at once where that is possible."""
+        server = self._server
+
+        def ended(settled: bool) -> None:
+            try:
+                if settled:
+                    server.settled()
+                else:
+                    server.spawn(self._settle(verdict))
+            except BaseException as bug:  # noqa: BLE001  # not swallowed
+                server.crash(bug)
+
+        if not server.settler.settle_soon(self._session, self._delivery, server.model, verdict, ended):
+            server.spawn(self._settle(verdict))
+
+    async def _settle(self, verdict: Result | JobError) -> None:
+        server = self._server
+        try:
+            await server.settler.settle(self._session, self._delivery, server.model, self._job_id, verdict)
+        finally:
+            server.settled()
 
 
-def _named(job: Job) -> Job:
-    """``job`` with an id: of its own, or a made-up one, so that logs and answers can name it."""
-    return job if job.id else replace(job, id=str(uuid4()))
+async def _raise(bug: BaseException) -> None:
+    raise bug
 
 
 def _published(delivery: Delivery) -> float | None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import structlog
 
-from qworker.broker.base import Delivery, Properties, Session
+from qworker.broker.base import Body, Delivery, Properties, Session
 from qworker.errors import (
+    BrokerError,
     BrokerUnavailable,
     InvalidInput,
     JobError,
@@ -22,15 +24,16 @@ from qworker.errors import (
     QworkerError,
     ResultTooLarge,
 )
-from qworker.policy.outcome import Outcome, ReplyTo, Send, Settle, To, attempts, decide, on_arrival
+from qworker.policy.outcome import Outcome, ReplyTo, Send, Settle, To, attempts, decide, of_result, on_arrival
 from qworker.telemetry.counters import Counters
-from qworker.wire.codec import encode_failure, encode_result, reply_kind
+from qworker.wire.codec import encode_failure, reply_kind, result_body
 from qworker.wire.messages import JSON, Failure, Result
 from qworker.wire.topology import DEAD, RESULTS
 
 log = structlog.get_logger(__name__)
 
 BIG_JSON_RESULT = 64 << 10
+_RESULT_OUTCOMES = {reply: of_result(reply) for reply in ReplyTo}
 
 
 class Settler:
@@ -63,8 +66,48 @@ class Settler:
             if error is not None:
                 await delivery.reject(requeue=True)
         except BrokerUnavailable as lost:
-            self._counters.jobs_given_back += 1
-            log.info("job.returned", model=model, job_id=delivery.properties.message_id, reason=str(lost))
+            self._lost(model, delivery, lost)
+
+    def settle_soon(
+        self,
+        session: Session,
+        delivery: Delivery,
+        model: str,
+        verdict: Result | JobError,
+        ended: Callable[[bool], None],
+    ) -> bool:
+        """``settle`` of a result without waiting, in the same order. False when it is none, or has to wait.
+
+        Later ``ended`` is told whether it is settled; it was not where the answer did not leave: ``settle`` it.
+        """
+        asked = delivery.properties
+        if not isinstance(verdict, Result):
+            return False
+        outcome = _RESULT_OUTCOMES[ReplyTo.of(asked.reply_to)]
+        content_type = reply_kind(asked.content_type, delivery.body)
+        if outcome.mandatory or content_type == JSON:
+            return False  # a return takes its time, and so does text
+
+        def told(error: BrokerError | None) -> None:
+            if error is None:
+                ended(delivery.ack_soon())
+            elif isinstance(error, BrokerUnavailable):
+                self._lost(model, delivery, error)
+                ended(True)
+            else:
+                self._counters.jobs_answered -= 1
+                ended(False)
+
+        try:
+            body = self._fitting(result_body(verdict, content_type))
+        except (ResultTooLarge, InvalidInput):
+            return False
+        exchange, key = (RESULTS, model) if outcome.to is To.RESULTS else ("", asked.reply_to or "")
+        envelope = _envelope(verdict.id, asked, content_type)
+        if not session.send(exchange, key, body, envelope, told):
+            return False
+        self._counters.jobs_answered += 1
+        return True
 
     async def _try(
         self, session: Session, delivery: Delivery, model: str, job_id: str, verdict: Result | QworkerError
@@ -110,34 +153,36 @@ class Settler:
         asked = delivery.properties
         content_type = reply_kind(asked.content_type, delivery.body)
         if isinstance(verdict, Result):
-            body = await self._encode(verdict, content_type)
+            body: Body = await self._encode(verdict, content_type)
             self._counters.jobs_answered += 1
         else:
             body = encode_failure(Failure.of(job_id, model, verdict), content_type)
             self._counters.jobs_failed += 1
             log.info("job.failed", model=model, job_id=job_id, code=verdict.code, reason=str(verdict))
         exchange, key = (RESULTS, model) if outcome.to is To.RESULTS else ("", asked.reply_to or "")
-        reply = Properties(
-            message_id=job_id or None,
-            correlation_id=asked.correlation_id or job_id or None,
-            content_type=content_type,
-            timestamp_ms=int(time.time() * 1000),
-            persistent=ReplyTo.of(asked.reply_to) is not ReplyTo.DIRECT,
-        )
+        reply = _envelope(job_id, asked, content_type)
         await session.publish(exchange, key, body, reply, mandatory=outcome.mandatory)
 
-    async def _encode(self, result: Result, content_type: str) -> bytes:
+    async def _encode(self, result: Result, content_type: str) -> Body:
         """Raises ResultTooLarge, and InvalidInput for a result that JSON cannot carry."""
         if content_type == JSON and sum(t.array.nbytes for t in result.outputs) > BIG_JSON_RESULT:
-            body = await asyncio.to_thread(encode_result, result, content_type)
-        else:
-            body = encode_result(result, content_type)
-        if len(body) > self._max_body:
+            return self._fitting(await asyncio.to_thread(result_body, result, content_type))
+        return self._fitting(result_body(result, content_type))
+
+    def _fitting(self, body: Body) -> Body:
+        """``body`` itself when it may be sent. Raises ResultTooLarge."""
+        size = len(body) if isinstance(body, bytes) else sum(map(len, body))
+        if size > self._max_body:
             raise ResultTooLarge(
-                f"the result has {len(body)} bytes and a message may have {self._max_body}: "
+                f"the result has {size} bytes and a message may have {self._max_body}: "
                 "ask for fewer outputs, send less in one job, or raise max_body here and at the broker"
             )
         return body
+
+    def _lost(self, model: str, delivery: Delivery, reason: BrokerUnavailable) -> None:
+        """The session ended first: the broker has the job back."""
+        self._counters.jobs_given_back += 1
+        log.info("job.returned", model=model, job_id=delivery.properties.message_id, reason=str(reason))
 
     async def _dead_letter(
         self, session: Session, delivery: Delivery, model: str, verdict: Result | QworkerError, cause: str
@@ -168,3 +213,14 @@ class Settler:
             headers=headers,
         )
         await session.publish(DEAD, model, delivery.body, letter)
+
+
+def _envelope(job_id: str, asked: Properties, content_type: str) -> Properties:
+    """The answer's, to a job with the envelope ``asked``."""
+    return Properties(
+        message_id=job_id or None,
+        correlation_id=asked.correlation_id or job_id or None,
+        content_type=content_type,
+        timestamp_ms=int(time.time() * 1000),
+        persistent=ReplyTo.of(asked.reply_to) is not ReplyTo.DIRECT,
+    )
