@@ -8,8 +8,10 @@ queue (``Client.reply_queue``).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 from uuid import uuid4
@@ -17,15 +19,18 @@ from uuid import uuid4
 from qworker.broker.base import Connector, Properties, Session
 from qworker.client.link import Link
 from qworker.client.replies import ReplyQueue, read_reply
-from qworker.errors import BrokerUnavailable, CallTimeout
+from qworker.errors import BrokerError, BrokerUnavailable, CallTimeout
 from qworker.wire.codec import encode_job
 from qworker.wire.datatypes import tensor
 from qworker.wire.messages import MSGPACK, Job, Result, Tensor
 from qworker.wire.names import check_model_id
 from qworker.wire.topology import DEADLINE_HEADER, JOBS, PUBLISHED_HEADER
 
-_Answer = tuple[bytes, str | None] | BrokerUnavailable
-"""What ends a wait: the reply's body and content type, or the loss of the connection."""
+_Answer = tuple[bytes, str | None] | BrokerError | None
+"""What ends a wait: the reply's body and content type; the loss of the connection, or a publish that was refused;
+or, with None, the time."""
+
+_checked_id = lru_cache(maxsize=4096)(check_model_id)
 
 
 class Client:
@@ -37,6 +42,7 @@ class Client:
     def __init__(self, connector: Connector) -> None:
         # Written by ``_request`` alone (on_reply and on_lost only complete the futures).
         self._waiting: dict[str, asyncio.Future[_Answer]] = {}
+        self._ids, self._numbers = uuid4().hex, itertools.count(1)
         self._reply_queues: set[ReplyQueue] = set()
         self._dropped_replies = 0
         self._tasks = asyncio.TaskGroup()
@@ -98,12 +104,15 @@ class Client:
         Raises InvalidInput, UnknownModel, ModelUnavailable, JobFailed and the other job errors as the
         worker says; CallTimeout; BrokerUnavailable; MessageTooLarge and other PublishFailed.
         """
-        job = _job(model, inputs, version, outputs, parameters)
+        job = self._job(model, inputs, version, outputs, parameters)
         body = encode_job(job, content_type)
         now = time.time()
         if deadline is None and timeout is not None:
             deadline = now + timeout
         properties = _envelope(job.id, content_type, now, deadline, priority)
+        reply = None if retry else await self._call_now(job, body, properties, timeout)
+        if reply is not None:
+            return read_reply(*reply).result()
         limit = asyncio.timeout(timeout)
         try:
             async with limit:
@@ -135,7 +144,7 @@ class Client:
         ``qworker.results`` under the model's id. ``timeout`` limits the publishing, not the job;
         ``deadline`` (unix seconds) limits the job. Raises BrokerUnavailable, PublishFailed.
         """
-        job = _job(model, inputs, version, outputs, parameters)
+        job = self._job(model, inputs, version, outputs, parameters)
         body = encode_job(job, content_type)
         properties = _envelope(job.id, content_type, time.time(), deadline, priority, reply_to, correlation_id)
         limit = asyncio.timeout(timeout)
@@ -160,6 +169,40 @@ class Client:
         """
         return ReplyQueue(self._link, self._reply_queues, name=name, durable=durable, prefetch=prefetch)
 
+    async def _call_now(
+        self, job: Job, body: bytes, properties: Properties, seconds: float | None
+    ) -> tuple[bytes, str | None] | None:
+        """``_request`` for a connection that takes the job at once, as nearly always; None: it does not."""
+        rpc = self._link.rpc()
+        if rpc is None:
+            return None
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[_Answer] = loop.create_future()
+
+        def told(error: BrokerError | None) -> None:
+            if error is not None and not waiter.done():
+                waiter.set_result(error)
+
+        self._waiting[job.id] = waiter
+        expiry: asyncio.TimerHandle | None = None
+        try:
+            if not rpc.send(JOBS, job.model, body, properties, told):
+                return None
+            if seconds is not None:
+                expiry = loop.call_later(seconds, _expire, waiter)
+            answer = await waiter
+        finally:
+            del self._waiting[job.id]
+            if expiry is not None:
+                expiry.cancel()
+        if answer is None:
+            raise self._timed_out(job, seconds)
+        if isinstance(answer, BrokerUnavailable):
+            raise _lost(job, answer) from answer
+        if isinstance(answer, BrokerError):
+            raise answer
+        return answer
+
     async def _request(self, job: Job, body: bytes, properties: Properties, *, retry: bool) -> tuple[bytes, str | None]:
         while True:
             waiter: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
@@ -168,18 +211,29 @@ class Client:
                 _, rpc = await self._link.ready()
                 await rpc.publish(JOBS, job.model, body, properties)
                 answer = await waiter
-                if not isinstance(answer, BrokerUnavailable):
+                if isinstance(answer, tuple):
                     return answer
+                assert isinstance(answer, BrokerUnavailable), answer
                 lost = answer
             except BrokerUnavailable as exc:
                 lost = exc
             finally:
                 del self._waiting[job.id]
             if not retry or self._link.closed:
-                raise BrokerUnavailable(
-                    f"the connection was lost before job {job.id} for {job.model} was answered ({lost}); the job may "
-                    "still run, but its reply cannot reach this client any more: call again, or pass retry=True"
-                ) from lost
+                raise _lost(job, lost) from lost
+
+    def _job(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        version: str | None,
+        outputs: Sequence[str],
+        parameters: Mapping[str, Any] | None,
+    ) -> Job:
+        _checked_id(model)  # it becomes a routing key, and the worker's answer would come a round trip later
+        tensors = tuple([_named(name, value) for name, value in inputs.items()])
+        job_id = f"{self._ids}-{next(self._numbers):x}"
+        return Job(job_id, model, tensors, version, tuple(outputs), dict(parameters or {}))
 
     def _take_reply(self, body: bytes, properties: Properties) -> None:
         waiter = self._waiting.get(properties.correlation_id or "")
@@ -210,16 +264,16 @@ class Client:
         return str(self._link.trouble or "connected, but no confirm came")
 
 
-def _job(
-    model: str,
-    inputs: Mapping[str, Any],
-    version: str | None,
-    outputs: Sequence[str],
-    parameters: Mapping[str, Any] | None,
-) -> Job:
-    check_model_id(model)  # it becomes a routing key, and the worker's answer would come a round trip later
-    tensors = tuple(_named(name, value) for name, value in inputs.items())
-    return Job(str(uuid4()), model, tensors, version, tuple(outputs), dict(parameters or {}))
+def _expire(waiter: asyncio.Future[_Answer]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _lost(job: Job, reason: BrokerUnavailable) -> BrokerUnavailable:
+    return BrokerUnavailable(
+        f"the connection was lost before job {job.id} for {job.model} was answered ({reason}); the job may "
+        "still run, but its reply cannot reach this client any more: call again, or pass retry=True"
+    )
 
 
 def _named(name: str, value: Any) -> Tensor:

@@ -88,6 +88,11 @@ class Link:
         _LOG.info("connection to the broker reopened")
         await self._on_reopened(self._open_now[0])
 
+    def rpc(self) -> RpcChannel | None:
+        """The channel for requests, if the session is open now."""
+        opened = self._open_now
+        return opened[1] if opened is not None and opened[0].is_open else None
+
     async def ready(self) -> tuple[Session, RpcChannel]:
         """The open session, waiting for it if need be. The caller sets the limit."""
         while True:
