@@ -19,9 +19,9 @@ from qworker.config import Settings
 from qworker.engine.base import Backend
 from qworker.errors import BrokerUnavailable
 from qworker.policy.backoff import LoadHistory
+from qworker.policy.choice import make_eviction
 from qworker.policy.claim import Hint as HintRule
 from qworker.policy.claim import on_hint
-from qworker.policy.choice import make_eviction
 from qworker.policy.residency import Residency
 from qworker.store.base import Store
 from qworker.telemetry.counters import Counters
@@ -241,7 +241,7 @@ class Worker:
 
 
 def _residency(settings: Settings, budget: int) -> Residency:
-    eviction = Lru() if settings.eviction == "lru" else Gdsf()
+    eviction = make_eviction(settings.eviction)
     residency = Residency(budget, eviction, min_residency=settings.min_residency, max_cold_wait=settings.max_cold_wait)
     for model in settings.pin:
         residency.pin(model)
