@@ -26,3 +26,17 @@ void *createInferBuilder_INTERNAL(void *logger, int32_t version) {
     (*(log_function **)logger)[LOG](logger, 2, "said by the library");
     return NULL;
 }
+
+/* What the library does while it runs a plan whose output sizes depend on values. Entry 4 is the older form. */
+enum { REALLOCATE_OUTPUT_ASYNC = 5, NOTIFY_SHAPE = 6 };
+typedef struct { int32_t count; int64_t sizes[8]; } dims;
+typedef void *(*reallocate_function)(void *, const char *, void *, uint64_t, uint64_t, void *);
+typedef void (*notify_function)(void *, const char *, const dims *);
+
+void *ask_output_allocator(void *allocator) {
+    const dims shape = {2, {5, 6}};
+    void **table = *(void ***)allocator;
+    void *memory = ((reallocate_function)table[REALLOCATE_OUTPUT_ASYNC])(allocator, "y", (void *)1, 2, 3, (void *)4);
+    ((notify_function)table[NOTIFY_SHAPE])(allocator, "y", &shape);
+    return memory;
+}

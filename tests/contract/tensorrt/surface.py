@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import tensorrt as trt
+import tensorrt_libs
 
 calls: dict[str, Any] = {}
 
@@ -36,6 +39,26 @@ class Allocator(trt.IGpuAsyncAllocator):
         return 0
 
 
+class Output(trt.IOutputAllocator):
+    def __init__(self) -> None:
+        trt.IOutputAllocator.__init__(self)
+
+    def reallocate_output_async(self, *arguments: Any) -> int:
+        calls["IOutputAllocator.reallocate_output_async"] = arguments
+        return 99
+
+    def notify_shape(self, *arguments: Any) -> None:
+        calls["IOutputAllocator.notify_shape"] = (arguments[0], tuple(arguments[1]))
+
+
+def ask(allocator: Output) -> int:
+    """Call an allocator as the library does: its object lies behind the head of the Python object."""
+    stubs = ctypes.PyDLL(str(Path(tensorrt_libs.__file__).parent / "libnvinfer.so.11"))
+    stubs.ask_output_allocator.argtypes = [ctypes.c_void_p]
+    stubs.ask_output_allocator.restype = ctypes.c_size_t
+    return int(stubs.ask_output_allocator(ctypes.c_void_p.from_address(id(allocator) + object.__basicsize__).value))
+
+
 class Log(trt.ILogger):
     def __init__(self) -> None:
         trt.ILogger.__init__(self)
@@ -51,6 +74,7 @@ def main() -> None:
     trt.IProgressMonitor.step_complete(monitor, "phase", 3)
     trt.IProgressMonitor.phase_finish(monitor, "phase")
     trt.IGpuAsyncAllocator.allocate_async(Allocator(), size=1, alignment=2, flags=3, stream=4)
+    calls["IOutputAllocator memory"] = ask(Output())
     try:
         trt.Builder(log)
     except TypeError as exc:

@@ -193,6 +193,10 @@ def test_callbacks_get_what_we_take(surface: Surface) -> None:
     assert calls["IProgressMonitor.step_complete"] == ["phase", 3]
     assert calls["IProgressMonitor.phase_finish"] == ["phase"]
     assert calls["ILogger.log"] == ["WARNING", "said by the library"]
+    # name, memory, size, alignment, stream
+    assert calls["IOutputAllocator.reallocate_output_async"] == ["y", 1, 2, 3, 4]
+    assert calls["IOutputAllocator memory"] == 99
+    assert calls["IOutputAllocator.notify_shape"] == ["y", [5, 6]]
     assert calls["IGpuAsyncAllocator.allocate_async"] == [1, 2, 3, 4]  # size, alignment, flags, stream
 
 
