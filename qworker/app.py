@@ -6,17 +6,15 @@ import asyncio
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 
 from qworker.api import connector_for
+from qworker.app_backends import Backends, open_backends
 from qworker.broker.reference.session import AioPikaConnector
 from qworker.config import Settings
-from qworker.engine.onnx import OnnxBackend
 from qworker.errors import ConfigError
-from qworker.store.local import LocalStore
 from qworker.telemetry.http import HealthServer
 from qworker.wire.topology import Entity, QueueType, lane_topology, static_topology
 from qworker.worker.worker import Worker
@@ -26,22 +24,21 @@ log = structlog.get_logger(__name__)
 
 async def run_worker(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; a second signal ends the process at once."""
-    worker = Worker(
-        settings,
-        connector_for(settings, settings.name),
-        LocalStore(Path(settings.store)),
-        OnnxBackend(threads=settings.intra_op_threads),
-    )
+    backends = await asyncio.to_thread(open_backends, settings)
+    connector = connector_for(settings, settings.name)
+    worker = Worker(settings, connector, backends.store, backends.backend, backends.budgets)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, _stop_once, worker, signum)
     async with AsyncExitStack() as stack:
         if settings.http_port is not None:
-            health = HealthServer(settings.http_host, settings.http_port, worker.not_ready, worker.state)
+            not_ready, state = _health(worker, backends)
+            health = HealthServer(settings.http_host, settings.http_port, not_ready, state)
             await stack.enter_async_context(health)
             log.info("http.listening", host=settings.http_host, port=health.port)
-        log.info("worker.started", name=settings.name, store=settings.store, memory=int(settings.memory))
+        log.info("worker.started", name=settings.name, store=settings.store, memory=worker.zone.budget)
         await worker.run()
+        await asyncio.to_thread(backends.close)
     log.info("worker.stopped", name=settings.name)
 
 
@@ -56,6 +53,20 @@ def loop_factory(wanted: Literal["auto", "asyncio", "uvloop"]) -> Callable[[], a
             return None
         raise ConfigError("event_loop is uvloop, which is not installed: pip install 'qworker[fast]'") from exc
     return new_event_loop
+
+
+def _health(worker: Worker, backends: Backends) -> tuple[Callable[[], str | None], Callable[[], dict[str, Any]]]:
+    """Why the worker is not ready, and its state: with what its device has to say."""
+
+    def not_ready() -> str | None:
+        return backends.trouble() or worker.not_ready()
+
+    def state() -> dict[str, Any]:
+        told = worker.state()
+        device = backends.report()
+        return {**told, "ready": not_ready() is None, "reason": not_ready(), **({"device": device} if device else {})}
+
+    return not_ready, state
 
 
 def _stop_once(worker: Worker, signum: int) -> None:

@@ -205,7 +205,10 @@ class TensorRtEngine:
         return {port.name: given[port.name].array for port in ports}
 
     def _free(self) -> None:
-        """Nothing runs: the lanes' streams are drained when a run ends. Contexts go before their engine."""
+        """Nothing runs: the lanes' streams are drained when a run ends. Contexts go before their engine.
+
+        On a lost device nothing can be freed, and the process's end does it.
+        """
         shop = self._shop
         try:
             shop.gpu.enter()

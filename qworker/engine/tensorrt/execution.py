@@ -162,9 +162,8 @@ class Execution:
             raise
         finally:
             self._release_grown()
-            if self._gpu.lost is None:
-                for piece in staged:
-                    self._pinned.give(piece, lane.stream)
+            for piece in staged:
+                self._pinned.give(piece, lane.stream)
 
     def _settle(self, block: Block) -> None:
         """Have the block, and tell the context where it is now."""

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
+from qworker.engine.tensorrt.devices import driver_version
 from qworker.errors import DeviceLost, DeviceMemoryFull, DeviceUnavailable
+from qworker.policy.plan_choice import DeviceFacts
 
 _NO_MEMORY: Final = {"CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"}
 
@@ -64,6 +66,18 @@ class Gpu:
             with self.errors():
                 self._device.set_current()
             self._here.entered = True
+
+    def facts(self, tensorrt: str, *, trusts_lean_runtimes: bool = False) -> DeviceFacts:
+        """What decides which plans this device takes."""
+        cuda = int(self.check(self.driver.cuDriverGetVersion()))
+        return DeviceFacts(
+            name=self.name,
+            compute_capability=self.compute_capability,
+            tensorrt=tensorrt,
+            cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",
+            driver=driver_version(),
+            trusts_lean_runtimes=trusts_lean_runtimes,
+        )
 
     # --- memory ----------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from qworker.engine.tensorrt.gpu import Gpu
@@ -60,6 +61,14 @@ class Lane:
         self.block = Block(gpu, self.stream)
 
 
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """Somebody who waits for a lane: any, or the one of that number."""
+
+    number: int | None
+    lane: Lane | None = None
+
+
 class Room(Protocol):
     """Where an engine's executions have their scratch memory, inputs and outputs."""
 
@@ -74,8 +83,8 @@ class Room(Protocol):
 class Lanes:
     """The lanes of one device.
 
-    Owned here, under the lock: which lanes are idle, and what the engines need. A lane's block belongs to
-    whoever has the lane.
+    Owned here, under the lock: which lanes are idle, who waits for one, and what the engines need. A lane's
+    block belongs to whoever has the lane.
     """
 
     def __init__(self, gpu: Gpu, count: int, arena: int) -> None:
@@ -87,6 +96,7 @@ class Lanes:
         self.aside = gpu.stream()
         """For what loads do before they run: it keeps no lane from its work."""
         self._idle = list(self._lanes)
+        self._asking: list[_Asked] = []
         self._needs: dict[int, int] = {}
         self._tickets = 0
 
@@ -107,11 +117,10 @@ class Lanes:
 
     @contextmanager
     def take(self, number: int | None = None) -> Generator[Lane]:
-        """Wait for any lane, or for that one, and have it alone."""
-        with self._changed:
-            while (lane := self._next(number)) is None:
-                self._changed.wait()
-            self._idle.remove(lane)
+        """Wait for any lane, or for that one, and have it alone. First come, first served: a load that warms up
+        one lane after the other must not wait for as long as traffic takes them again and again.
+        """
+        lane = self._wait(number)
         try:
             yield lane
         finally:
@@ -137,8 +146,35 @@ class Lanes:
         with self._changed:
             del self._needs[ticket]
 
-    def _next(self, number: int | None) -> Lane | None:
-        return next((lane for lane in self._idle if number in (None, lane.number)), None)
+    def _wait(self, number: int | None) -> Lane:
+        asked = _Asked(number)
+        with self._changed:
+            self._asking.append(asked)
+            self._hand_out()
+            try:
+                while asked.lane is None:
+                    self._changed.wait()
+            except BaseException:
+                self._withdraw(asked)
+                raise
+            return asked.lane
+
+    def _hand_out(self) -> None:
+        """Give idle lanes to those that have waited longest for them."""
+        for asked in list(self._asking):
+            lane = next((lane for lane in self._idle if asked.number in (None, lane.number)), None)
+            if lane is not None:
+                self._idle.remove(lane)
+                self._asking.remove(asked)
+                asked.lane = lane
+                self._changed.notify_all()
+
+    def _withdraw(self, asked: _Asked) -> None:
+        if asked.lane is None:
+            self._asking.remove(asked)
+        else:
+            self._idle.append(asked.lane)
+            self._hand_out()
 
     def _put_back(self, lane: Lane) -> None:
         try:
@@ -149,7 +185,7 @@ class Lanes:
         finally:
             with self._changed:
                 self._idle.append(lane)
-                self._changed.notify_all()
+                self._hand_out()
 
 
 class _SharedRoom:
@@ -183,5 +219,6 @@ class _PrivateRoom:
 
     def close(self) -> None:
         for block in self._blocks.values():
-            block.resize(0)
+            if self._gpu.lost is None:
+                block.resize(0)
         self._blocks.clear()

@@ -65,7 +65,7 @@ class PinnedPool:
     def give(self, piece: Pinned, stream: Any) -> None:
         """``piece`` may be used by others: nothing on the device reads or writes it any more."""
         with self._lock:
-            if self._idle_bytes + piece.nbytes <= self._keep:
+            if self._idle_bytes + piece.nbytes <= self._keep or self._gpu.lost is not None:
                 self._idle.setdefault(piece.nbytes, []).append(piece)
                 self._idle_bytes += piece.nbytes
                 return

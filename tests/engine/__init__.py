@@ -1,0 +1,1 @@
+"""Tests of the engine backends beyond the contract that they share."""
