@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from qworker.errors import CorruptModel, ModelNotFound, ModelRefused, QworkerError
+from qworker.errors import CorruptModel, LoadFailed, ModelNotFound, QworkerError
 from qworker.policy.plan_choice import DeviceFacts, choose, refusal
 from qworker.store.base import Fetched
 from qworker.store.card import Card, FileEntry, Plan
@@ -65,7 +65,7 @@ class BuildsStore:
         return self._store.versions(model)
 
     def card(self, model: str, version: str | None = None) -> Card:
-        """The build to load. Raises ModelRefused with the reasons when the device takes none."""
+        """The build to load: the ONNX version where the device takes no plan."""
         source = self._store.card(model, version)
         cards = plan_cards(self._store, model, source.version)
         plans = [card.plan for card in cards if card.plan is not None]
@@ -73,17 +73,20 @@ class BuildsStore:
         if best is not None:
             card = next(card for card in cards if card.plan is best)
             return card.model_copy(update={"resident_bytes": self._arena.own_bytes(card)})
-        reasons = "; ".join(f"{card.files[0].name}: {refusal(card.plan, self._device)}" for card in cards)
-        why = reasons or "it has no plan: build one with `qworker build`"
-        if not self._onnx:
-            raise ModelRefused(f"{model} has no plan that {self._device.name} takes ({why})")
-        if source.digest not in self._told:
+        if self._onnx and source.digest not in self._told:
             self._told.add(source.digest)
-            log.info("model.on_onnx", model=model, version=source.version, reason=why)
+            log.info("model.on_onnx", model=model, version=source.version, reason=self._why(cards))
         return source
 
     def fetch(self, card: Card) -> Fetched:
-        """Verified bytes; those of a plan mapped. Raises ModelNotFound, CorruptModel, StoreError."""
+        """Verified bytes; those of a plan mapped.
+
+        Raises ModelNotFound, CorruptModel, StoreError; LoadFailed with the reasons where only plans are served
+        and the device takes none.
+        """
+        if card.plan is None and not self._onnx:
+            why = self._why(plan_cards(self._store, card.model, card.version))
+            raise LoadFailed(f"{card.model} has no plan that {self._device.name} takes ({why})")
         if card.plan is None:
             return self._store.fetch(card)
         folder = self._store.version_folder(card.model, card.version)
@@ -97,6 +100,10 @@ class BuildsStore:
             raise ModelNotFound(f"{entry.name} was removed, or is being replaced: read its card again") from exc
         sample = None if card.sample is None else folder / card.sample
         return Fetched(card, folder / entry.name, None, sample, mapped)
+
+    def _why(self, cards: Sequence[Card]) -> str:
+        reasons = "; ".join(f"{card.files[0].name}: {refusal(card.plan, self._device)}" for card in cards)
+        return reasons or "it has no plan: build one with `qworker build`"
 
     def largest_need(self) -> int:
         """The most that an execution of any plan for this device takes. What cannot be read counts nothing."""

@@ -127,6 +127,7 @@ class Fleet:
         self.url = url
         self.store = store
         self.workers: list[WorkerProcess] = []
+        self.environment: dict[str, str] = {}  # more of it, for all that are started from now on
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -203,7 +204,8 @@ class Fleet:
         environment = {key: text for key, text in os.environ.items() if not key.startswith("QWORKER_")}
         log = self._folder / f"{name}.log"
         with log.open("wb") as output:
-            process = spawn(command, environment=environment | {"PYTHONPATH": str(ROOT)}, output=output)
+            more = {"PYTHONPATH": str(ROOT)} | self.environment
+            process = spawn(command, environment=environment | more, output=output)
         return WorkerProcess(process, log, name)
 
 

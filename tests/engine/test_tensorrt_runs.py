@@ -262,7 +262,6 @@ def test_a_damaged_book_does_not_stop_a_worker(tmp_path: Path) -> None:
     with book.open("ab") as file:
         file.write(b'{"fingerprint": \xff\n[]\n{"model": 1}\n{"finger')
     opened = PoisonBook(book)
-    opened.open()
     opened.check("m", numbers(1))
     opened.add("m", numbers(1), "x")
     with pytest.raises(InferenceFailed):

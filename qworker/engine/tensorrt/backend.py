@@ -76,7 +76,6 @@ class TensorRtBackend:
         gpu.enter()
         lanes = Lanes(gpu, options.lanes, options.arena)
         poison = PoisonBook(options.poison)
-        poison.open()
         self._shop = Shop(gpu, self._library, lanes, PinnedPool(gpu, options.pinned_keep), poison, options.graphs)
         self._runtime(host_code=False)
         memory = gpu.memory()

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +20,8 @@ from qworker.errors import InferenceFailed
 from qworker.wire.messages import Tensor
 
 LIMIT: Final = 2
-_MOST_LINES: Final = 10_000
+_MOST_BYTES: Final = 4 << 20
+"""At once; a longer book is read in pieces."""
 
 
 def fingerprint(model: str, inputs: Sequence[Tensor]) -> str:
@@ -36,23 +39,28 @@ class PoisonBook:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self._lock = threading.Lock()
         self._times: Counter[str] = Counter()
+        self._read = 0
 
-    def open(self) -> None:
-        """Read what former processes have left. A line that cannot be read is none."""
-        if self._path is None or not self._path.exists():
+    def refresh(self) -> None:
+        """Read what other processes have written since. A line that cannot be read is none."""
+        if self._path is None:
             return
-        with self._path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file):
-                if number >= _MOST_LINES:
-                    break
-                try:
+        with self._lock, suppress(FileNotFoundError):
+            if os.stat(self._path).st_size == self._read:
+                return
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                lines = file.read(_MOST_BYTES)
+            self._read += len(lines)
+            for line in lines.splitlines():
+                with suppress(ValueError, KeyError, TypeError):
                     self._times[str(json.loads(line)["fingerprint"])] += 1
-                except (ValueError, KeyError, TypeError):
-                    continue
 
     def check(self, model: str, inputs: Sequence[Tensor]) -> None:
         """Raises InferenceFailed for inputs that have broken the device often enough."""
+        self.refresh()
         if not self._times:  # nearly always: a fingerprint costs a pass over the inputs
             return
         mark = fingerprint(model, inputs)
@@ -65,8 +73,9 @@ class PoisonBook:
     def add(self, model: str, inputs: Sequence[Tensor], reason: str) -> str:
         """These inputs ran when the device broke; their fingerprint."""
         mark = fingerprint(model, inputs)
-        self._times[mark] += 1
-        if self._path is not None:
+        if self._path is None:
+            self._times[mark] += 1
+        else:
             line = json.dumps({"fingerprint": mark, "model": model, "reason": reason}) + "\n"
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             try:

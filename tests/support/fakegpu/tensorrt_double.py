@@ -109,8 +109,11 @@ def build(
     version: tuple[int, ...] = (11, 4, 0, 106),
     uncapturable: bool = False,
     fault: str | None = None,
+    breaks_on: float | None = None,
 ) -> bytes:
-    """A plan. Without ``profiles`` there is one, with open dims from ``dims``. ``fault``: what fails, by stage."""
+    """A plan. Without ``profiles`` there is one, with open dims from ``dims``. ``fault``: what fails, by stage.
+    ``breaks_on``: a first input with this value in it breaks the device.
+    """
     session = _session(onnx)
     for each in (*session.get_inputs(), *session.get_outputs()):
         if each.type not in KINDS:
@@ -132,6 +135,7 @@ def build(
         "ms": ms,
         "uncapturable": uncapturable,
         "fault": fault,
+        "breaks_on": breaks_on,
     }
     body = json.dumps(told).encode()
     head = MAGIC + struct.pack("<I", 0) + bytes(16) + bytes(version)
@@ -375,6 +379,8 @@ class IExecutionContext:
                     time.sleep(told["ms"] / 1000)
                 if results is None:
                     feeds = {n: _view(addresses[n], shape, dtype) for n, (shape, dtype) in inputs.items()}
+                    if told["breaks_on"] is not None and np.any(next(iter(feeds.values())) == told["breaks_on"]):
+                        fake().fakegpu_break(700)
                     made = dict(zip(outputs, session.run(None, feeds), strict=True))
                 else:
                     made = results
