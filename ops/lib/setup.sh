@@ -3,6 +3,7 @@
 #
 #   setup_python          Python packages in `.venv`, exactly as in ops/requirements.lock
 #   setup_broker          a RabbitMQ that can be started as a private node (its service is not started)
+#   setup_compiler        a C and C++ compiler, for the stand-ins of the GPU libraries that the tests make
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -27,6 +28,16 @@ setup_broker() {
     if ! _has_rabbitmq; then
         _apt_install rabbitmq-server
         _has_rabbitmq || die "rabbitmq-server was installed, but neither rabbitmq-server nor epmd can be found; look at 'dpkg -L rabbitmq-server'"
+    fi
+    exec 9>&-
+}
+
+setup_compiler() {
+    mkdir -p "$root/.cache"
+    exec 9>"$root/.cache/setup.lock"
+    flock 9
+    if ! command -v gcc >/dev/null || ! command -v g++ >/dev/null; then
+        _apt_install gcc g++ libc6-dev
     fi
     exec 9>&-
 }
