@@ -6,6 +6,7 @@ The sweep looks again and again at what is really in the queues; all else only m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 
@@ -43,3 +44,42 @@ class Sweep:
         due = [model for model in wanting if model not in self._woken or now >= self._woken[model] + self._gap]
         self._woken.update(dict.fromkeys(due, now))
         return tuple(sorted(due, key=lambda model: (self._waiting_since[model], model)))
+
+
+class Schedule:
+    """Which models to look at in each sweep: the lively ones every time, the quiet ones in turn.
+
+    A job is stranded when its model was claimed and let go again, by a crash say; a model that nobody has
+    claimed has no job that did not leave a hint. So those are lively that were claimed within ``linger``
+    seconds, or had jobs or consumers at the last look. The others are looked at once in ``slow`` seconds all
+    the same: hints can be lost too. A model that was never looked at comes first.
+    """
+
+    def __init__(self, interval: float, slow: float = 25.0, linger: float = 300.0) -> None:
+        self._share = min(1.0, interval / slow)
+        self._linger = linger
+        self._looked: dict[str, float] = {}  # oldest first
+        self._lively_until: dict[str, float] = {}
+
+    def stir(self, model: str, now: float) -> None:
+        """``model`` was claimed."""
+        self._lively_until[model] = now + self._linger
+
+    def due(self, models: Sequence[str], now: float) -> list[str]:
+        """What to look at now; it counts as looked at."""
+        known = set(models)
+        self._looked = {model: at for model, at in self._looked.items() if model in known}
+        self._lively_until = {m: until for m, until in self._lively_until.items() if m in known and until > now}
+        fresh = [model for model in models if model not in self._looked]
+        lively = [model for model in self._lively_until if model in self._looked]
+        quiet = [model for model in self._looked if model not in self._lively_until]
+        found = fresh + lively + quiet[: math.ceil(len(models) * self._share)]
+        for model in found:
+            self._looked.pop(model, None)
+            self._looked[model] = now
+        return found
+
+    def saw(self, model: str, lanes: Iterable[tuple[int, int]], now: float) -> None:
+        """What a look found: ``(ready, consumers)`` of each lane."""
+        if any(ready or consumers for ready, consumers in lanes):
+            self.stir(model, now)

@@ -27,6 +27,8 @@ COLD = "qworker.cold"
 ACTIVATION = "qworker.activation"
 UNROUTABLE = "qworker.unroutable"
 SWEEPER = "qworker.sweeper"
+EVENTS = "qworker.events"
+"""What workers tell each other, by topic: see ``claimed``."""
 
 DIRECT_REPLY_TO = "amq.rabbitmq.reply-to"
 
@@ -109,6 +111,7 @@ def static_topology(queue_type: QueueType) -> tuple[Entity, ...]:
         Exchange(DEAD, "topic"),
         Queue(DEAD, arguments={"x-queue-type": queue_type, "x-message-ttl": DEAD_TTL_MS}),
         Binding(DEAD, DEAD, "#"),
+        Exchange(EVENTS, "topic"),
         Exchange(COLD, "fanout"),
         Exchange(PRESENCE, "topic", internal=True, arguments={"alternate-exchange": COLD}),
         Queue(
@@ -139,6 +142,15 @@ def lane_topology(lane: Lane, model: str, queue_type: QueueType) -> tuple[Entity
         Binding(exchange, queue, model),
         Binding(exchange, PRESENCE, model, to_exchange=True),
     )
+
+
+def claimed(model: str) -> str:
+    """The routing key, in ``EVENTS``, of the news that a worker has claimed ``model``; ``#`` stands for all."""
+    return f"claimed.{model}"
+
+
+BATCH_NEWS = b"batch"
+"""The body of that news when the model has a batch queue; else it is empty."""
 
 
 def announcement(model: str, slot: int) -> tuple[Entity, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from qworker.broker.base import Consumer, Session
+from qworker.broker.base import Consumer, Properties, Session
 from qworker.errors import (
     BrokerError,
     BrokerUnavailable,
@@ -31,7 +31,7 @@ from qworker.policy.claim import Claim, Outcome, Step, advance, force, holds_hin
 from qworker.store.card import Card
 from qworker.telemetry.counters import Counters
 from qworker.wire.limits import Limits
-from qworker.wire.topology import Lane, announcement, lane_queue, lease_queue
+from qworker.wire.topology import BATCH_NEWS, EVENTS, Lane, announcement, claimed, lane_queue, lease_queue
 from qworker.worker.batcher import Batcher
 from qworker.worker.hot_zone import Clock, HotZone, wait_at_most
 from qworker.worker.intake import Hint
@@ -175,7 +175,11 @@ class HotModel:
         return Outcome.GOT if await session.lease(self._lease_queue()) else Outcome.TAKEN
 
     async def _announce(self) -> Outcome:
-        await self._on_session().declare(*announcement(self.model, self.claim.slot))
+        session = self._on_session()
+        await session.declare(*announcement(self.model, self.claim.slot))
+        news = BATCH_NEWS if self.model in self._parts.registry.batch_lanes() else b""
+        if not session.send(EVENTS, claimed(self.model), news, Properties(), _heard):
+            await session.publish(EVENTS, claimed(self.model), news, Properties())
         return Outcome.OK
 
     async def _look(self) -> Outcome:
@@ -364,6 +368,12 @@ class HotModel:
         await self._server.idle()
         for consumer in consumers:
             await consumer.close()
+
+
+def _heard(error: BrokerError | None) -> None:
+    """News of a claim only spare the sweeper some looks: when they are lost, nobody is worse off for long."""
+    if error is not None:
+        log.debug("news.lost", reason=str(error))
 
 
 def _known_as(card: Card) -> str:

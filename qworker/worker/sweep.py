@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import structlog
 
-from qworker.broker.base import Properties, Session
-from qworker.policy.sweep import Sweep
+from qworker.broker.base import Delivery, Properties, Session
+from qworker.policy.sweep import Schedule, Sweep
 from qworker.telemetry.counters import Counters
-from qworker.wire.topology import COLD, REASON_HEADER, SWEEPER, lane_queue
+from qworker.wire.topology import BATCH_NEWS, COLD, EVENTS, REASON_HEADER, SWEEPER, Binding, claimed, lane_queue
 from qworker.worker.hot_zone import Clock
 from qworker.worker.registry import Registry
 
@@ -31,10 +31,15 @@ async def wake(session: Session, model: str, reason: str) -> None:
 
 
 BATCH_PROBES = 16
+RARE_BATCH_PROBES = 3
+NEWS_PREFETCH = 1000
 
 
 class Sweeper:
-    """Sweeps while it holds the sweeper's lease; otherwise tries to take it."""
+    """Sweeps while it holds the sweeper's lease; otherwise tries to take it.
+
+    Owned here: the last look at each model, and the news of claims that came since the last sweep.
+    """
 
     def __init__(self, registry: Registry, interval: float, counters: Counters, clock: Clock) -> None:
         self._registry = registry
@@ -42,6 +47,9 @@ class Sweeper:
         self._interval = interval
         self._counters = counters
         self._sweep = Sweep(gap=max(interval, 5.0))
+        self._schedule = Schedule(interval)
+        self._lanes: dict[str, list[tuple[int, int]]] = {}
+        self._news: list[Delivery] = []
         self._probed = 0  # where the slow round for unknown batch lanes goes on
 
     async def run(self, session: Session) -> None:
@@ -50,6 +58,10 @@ class Sweeper:
         while not await session.lease(SWEEPER):  # the broker tells nobody when a lease is free
             jitter = random.uniform(0.8, 1.6)  # noqa: S311  # so that a fleet does not ask in step
             await asyncio.sleep(self._interval * jitter)
+        # Claims from before are no news: a first look at everything finds them.
+        self._schedule, self._lanes, self._news, self._probed = Schedule(self._interval), {}, [], 0
+        await session.declare(Binding(EVENTS, SWEEPER, claimed("#")))
+        await session.consume(SWEEPER, self._news.append, prefetch=NEWS_PREFETCH)
         log.info("sweeper.elected")
         try:
             while True:
@@ -60,31 +72,51 @@ class Sweeper:
                 await session.release(SWEEPER)  # a worker that stops lets another one sweep at once
 
     async def sweep(self, session: Session) -> None:
-        """Look once at the queues of every model."""
+        """Look once at the queues of the models that are due."""
         models = await self._registry.models()
-        batch = self._batch_lanes_to_look_at(models)
-        queues = [lane_queue("jobs", model) for model in models] + [lane_queue("batch", model) for model in batch]
-        lanes: dict[str, list[tuple[int, int]]] = {}
-        for model, depth in zip([*models, *batch], await session.depths(queues), strict=True):
+        await self._take_news()
+        due = self._schedule.due(models, self._clock())
+        known = self._registry.batch_lanes()
+        looks = [(model, lane_queue("jobs", model)) for model in due]
+        looks += [(model, lane_queue("batch", model)) for model in due if model in known]
+        lanes: dict[str, list[tuple[int, int]]] = {model: [] for model in due}
+        depths = await session.depths([queue for _, queue in looks])
+        for (model, _), depth in zip(looks, depths, strict=True):
             if depth is not None:
-                lanes.setdefault(model, []).append((depth.ready, depth.consumers))
-        for model in batch:
-            if len(lanes.get(model, ())) == 2:
-                self._registry.has_batch_lane(model)
-        for model in self._sweep.wakes(lanes, self._clock()):
+                lanes[model].append((depth.ready, depth.consumers))
+        for model, found in lanes.items():
+            self._schedule.saw(model, found, self._clock())
+        await self._look_for_batch_lanes(session, [model for model in models if model not in known])
+        there = frozenset(models)
+        self._lanes = {model: found for model, found in (self._lanes | lanes).items() if model in there}
+        for model in self._sweep.wakes(self._lanes, self._clock()):
             self._counters.wakes += 1
-            log.info("sweeper.wake", model=model, lanes=lanes[model])
+            log.info("sweeper.wake", model=model, lanes=self._lanes[model])
             await wake(session, model, "sweep")
 
-    def _batch_lanes_to_look_at(self, models: Sequence[str]) -> list[str]:
-        """The known batch lanes, and a few of the others in turn.
+    async def _take_news(self) -> None:
+        """Models that were claimed since are lively."""
+        news = self._news[:]
+        self._news.clear()  # the consumer holds this very list
+        for delivery in news:
+            model = delivery.routing_key.removeprefix(claimed(""))
+            self._schedule.stir(model, self._clock())
+            if delivery.body == BATCH_NEWS:
+                self._registry.has_batch_lane(model)
+            await delivery.ack()
 
-        A batch queue exists from its first use on, and asking for one that does not costs a channel: so the
-        unknown ones are asked for in a slow round.
+    async def _look_for_batch_lanes(self, session: Session, unknown: Sequence[str]) -> None:
+        """Ask for the batch lanes of a few models in turn.
+
+        A batch queue exists from its first use on, and asking for one that does not costs a channel: so this is a
+        slow round, and slower still once all were asked for. Who claims a model with one tells us (see ``claimed``).
         """
-        known = self._registry.batch_lanes()
-        unknown = [model for model in models if model not in known]
+        most = BATCH_PROBES if self._probed < len(unknown) else RARE_BATCH_PROBES
         start = self._probed % max(1, len(unknown))
-        probe = (unknown[start:] + unknown[:start])[:BATCH_PROBES]
-        self._probed = start + len(probe)
-        return sorted(known) + probe
+        probed = [*unknown[start:], *unknown[:start]][:most]
+        self._probed += len(probed)
+        depths = await session.depths([lane_queue("batch", model) for model in probed])
+        for model, depth in zip(probed, depths, strict=True):
+            if depth is not None:
+                self._registry.has_batch_lane(model)
+                self._schedule.stir(model, self._clock())  # the next sweep looks at both lanes

@@ -26,7 +26,7 @@ from qworker.policy.residency import Residency
 from qworker.store.base import Store
 from qworker.telemetry.counters import Counters
 from qworker.wire.limits import Limits
-from qworker.wire.topology import Entity, lane_topology, static_topology
+from qworker.wire.topology import lane_queue, lane_topology, static_topology
 from qworker.worker.headroom import Headroom
 from qworker.worker.hot_model import HotModel, Parts
 from qworker.worker.hot_zone import HotZone
@@ -38,6 +38,8 @@ from qworker.worker.settle import Settler
 from qworker.worker.sweep import Sweeper
 
 log = structlog.get_logger(__name__)
+
+LANES_AT_ONCE = 64
 
 
 class Worker:
@@ -148,10 +150,26 @@ class Worker:
     # --- one session -----------------------------------------------------------------------------
 
     async def _declare(self, session: Session) -> None:
-        entities: list[Entity] = list(static_topology(self._settings.queue_type))
-        for model in await self._registry.models():
-            entities += lane_topology("jobs", model, self._settings.queue_type)
-        await session.declare(*entities)
+        """Declare what is there once, and the queues that registration did not."""
+        queue_type = self._settings.queue_type
+        await session.declare(*static_topology(queue_type))
+        models = await self._registry.models()
+        for at in range(0, len(models), LANES_AT_ONCE):
+            some = models[at : at + LANES_AT_ONCE]
+            depths = await session.depths([lane_queue("jobs", model) for model in some])
+            missing = [model for model, depth in zip(some, depths, strict=True) if depth is None]
+            await session.declare(*(each for model in missing for each in lane_topology("jobs", model, queue_type)))
+
+    async def _check_lanes(self, session: Session) -> None:
+        """Declare the queues that are there: the broker tells of other arguments. Nobody has to wait for that."""
+        models = await self._registry.models()
+        for at in range(0, len(models), LANES_AT_ONCE):
+            await session.declare(
+                *(
+                    lane_topology("jobs", model, self._settings.queue_type)[0]
+                    for model in models[at : at + LANES_AT_ONCE]
+                )
+            )
 
     async def _attend(self, session: Session) -> None:
         """Intake and sweep on ``session`` until it ends or the worker stops."""
@@ -159,6 +177,7 @@ class Worker:
             chores = [
                 tasks.create_task(_until_lost(self._intake.run(session)), name="intake"),
                 tasks.create_task(_until_lost(self._sweeper.run(session)), name="sweeper"),
+                tasks.create_task(_until_lost(self._check_lanes(session)), name="lanes"),
             ]
             lost = tasks.create_task(session.wait_closed(), name="session")
             stopping = tasks.create_task(self._stopping.wait(), name="stopping")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qworker.policy.sweep import Sweep, needs_wake
+from qworker.policy.sweep import Schedule, Sweep, needs_wake
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,33 @@ def test_a_model_that_is_gone_is_forgotten() -> None:
     assert sweep.wakes({"m": [(1, 0)]}, 0.0) == ("m",)
     assert sweep.wakes({}, 1.0) == ()
     assert sweep.wakes({"m": [(1, 0)]}, 2.0) == ("m",)
+
+
+def test_lively_models_are_looked_at_each_time_and_quiet_ones_in_turn() -> None:
+    """A thousand quiet models cost a few looks a sweep, and none of them waits for long."""
+    schedule = Schedule(interval=3.0, slow=30.0, linger=60.0)
+    models = [f"m{number:03d}" for number in range(1000)]
+    assert sorted(schedule.due(models, 0.0)) == models
+    schedule.stir("m500", 1.0)
+    looks = [schedule.due(models, 3.0 * sweep) for sweep in range(1, 11)]
+    assert all("m500" in due for due in looks)
+    assert all(len(due) == 101 for due in looks)
+    assert {model for due in looks for model in due} == set(models)
+
+
+def test_a_model_with_jobs_or_consumers_is_lively_until_it_has_had_none_for_a_while() -> None:
+    """What was busy at the last look may have been let go of since."""
+    schedule = Schedule(interval=1.0, slow=1000.0, linger=10.0)
+    models = ["a", "b", "c"]
+    schedule.due(models, 0.0)
+    schedule.saw("b", [(0, 1)], 0.0)
+    schedule.saw("c", [(0, 0)], 0.0)
+    assert [schedule.due(models, now).count("b") for now in (1.0, 9.0)] == [1, 1]
+    assert len(schedule.due(models, 10.0)) == 1  # the one quiet model whose turn it is
+
+
+def test_a_new_model_is_looked_at_first() -> None:
+    """Its first job may have come before we knew it."""
+    schedule = Schedule(interval=1.0, slow=1000.0)
+    schedule.due(["a", "b"], 0.0)
+    assert schedule.due(["a", "b", "new"], 1.0)[0] == "new"
