@@ -54,6 +54,10 @@ class Table:
         self.ratios[name] = found = Span.of([ours[figure] / max(1e-9, theirs[figure]) for ours, theirs in pairs])
         return found
 
+    def spread(self, name: str, values: Sequence[float]) -> None:
+        """A result that is no ratio of two rows."""
+        self.ratios[name] = Span.of(values)
+
     def lines(self) -> list[str]:
         """As Markdown."""
         columns = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +19,10 @@ def model_of(kilobytes: int) -> str:
 
 async def request(chosen: argparse.Namespace) -> None:
     async with Client(chosen.url) as client:
+        models = itertools.cycle(chosen.models or [model_of(chosen.kilobytes)])
 
         async def call(x: NDArray[np.float32]) -> None:
-            result = await client.call(model_of(chosen.kilobytes), {"x": x}, timeout=60)
+            result = await client.call(next(models), {"x": x}, timeout=60)
             y = result.outputs[0].array
             if y.shape != x.shape or y[-1, -1] != x[-1, -1]:
                 raise SystemExit("a reply is not the request")
@@ -30,7 +32,9 @@ async def request(chosen: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    chosen = drive.options()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", type=lambda text: text.split(","), help="others than the identity of that size")
+    chosen = drive.options(parser)
     drive.run(request(chosen), uvloop=chosen.uvloop)
 
 

@@ -63,16 +63,16 @@ class Room:
         """Register as an operator does: probed, measured and verified."""
         return register(LocalStore(self.store), path, model)
 
-    def register_identity(self, kilobytes: int) -> None:
+    def register_identity(self, kilobytes: int, model: str | None = None) -> Card:
         """y = x, of float rows of that size."""
         path = self.folder / "identity.onnx"
         path.write_bytes(identity(shape=("n", kilobytes * KILOBYTE // 4)))
-        self.register(model_of(kilobytes), path)
+        return self.register(model or model_of(kilobytes), path)
 
     def workers(self, count: int = 1, **settings: object) -> list[WorkerProcess]:
         """Start workers with the product's defaults, save for ``settings``; they end with the room."""
         self._fleets += 1
-        fleet = Fleet(self.url, self.store, self.folder / f"fleet-{self._fleets}")
+        fleet = Fleet(str(settings.pop("broker", self.url)), self.store, self.folder / f"fleet-{self._fleets}")
         self._stack.callback(fleet.stop)
         fleet.start(count, **{"memory": "2GiB", **AS_DELIVERED, **settings})
         return fleet.workers

@@ -1,0 +1,110 @@
+"""``batch``: rows a second of a real model when served, against the same model in process at its best batch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from ops.models import lay_out
+from qworker.engine.base import ModelSource
+from qworker.engine.onnx import OnnxBackend
+from qworker.engine.warmup import read_sample, sample_tensors
+from qworker.store.local import LocalStore
+from qworker.wire.messages import Tensor
+from tests.bench.figures import Table
+from tests.bench.room import ROOT, Room
+
+MODELS = ("magika", "silero-vad-fixed", "ppocr2-cls", "speech-embedding", "basic-pitch", "thai-attacut")
+"""Candidates; the first three of which registration says that batching them pays are measured."""
+MEASURED = 3
+LANES = 2
+SECONDS = 4.0
+
+
+def run(chosen: argparse.Namespace) -> Table:
+    """In each round: one row a run in process, the best batch in process, and rows of many callers served."""
+    table = Table(f"batch: rows a second, {LANES} engine threads, 128 callers of one row each")
+    with Room() as room:
+        models: list[str] = []
+        for entry in lay_out(only=MODELS):
+            card = room.register(entry.model.id, entry.folder)
+            if card.batching is not None and card.batching.max_rows > 1 and len(models) < MEASURED:
+                models.append(entry.model.id)
+        (worker,) = room.workers(threads=LANES)
+        for _ in range(chosen.rounds):
+            for model in models:
+                for row, batch in (("one row a run, in process", 1), ("best batch, in process", 0)):
+                    table.add(f"{model}: {row}", {"rate": _in_process(room, model, batch)})
+                rate = table.rounds[f"{model}: best batch, in process"][-1]["rate"]
+                found = room.client(
+                    "tests.bench.sample_call",
+                    [worker.process.pid],
+                    environment={"BENCH_STORE": str(room.store), "BENCH_MODEL": model},
+                    window=128,
+                    count=max(500, int(rate * SECONDS)),
+                    uvloop=True,
+                )
+                table.add(f"{model}: served", found)
+    for model in models:
+        table.ratio(f"served_over_inprocess_{model}", f"{model}: served", f"{model}: best batch, in process", "rate")
+        one, best = f"{model}: one row a run, in process", f"{model}: best batch, in process"
+        gain = table.ratio(f"inprocess_gain_{model}", best, one, "rate")
+        table.notes.append(f"{model}: batches gain a factor of {gain} in process.")
+    return table
+
+
+def _in_process(room: Room, model: str, batch: int) -> float:
+    command = [sys.executable, "-m", "tests.bench.batch", str(room.store), model, str(batch)]
+    return json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
+
+
+def one_row(store: LocalStore, model: str) -> list[Tensor]:
+    """A row that suits the model: the first one of its sample."""
+    card = store.card(model)
+    fetched = store.fetch(card)
+    assert fetched.sample is not None, f"{model} has no sample"
+    axes = {} if card.batching is None else card.batching.axes().inputs
+    found: list[Tensor] = []
+    for tensor in sample_tensors(card.signature(), read_sample(fetched.sample)):
+        axis = axes.get(tensor.name)
+        array = tensor.array if axis is None else np.ascontiguousarray(np.take(tensor.array, [0], axis))
+        found.append(Tensor(tensor.name, tensor.datatype, array))
+    return found
+
+
+def _rate(store: LocalStore, model: str, batch: int) -> float:
+    """Rows a second of ``batch`` rows a run (0: what the card says is worth it), on as many threads as a worker has."""
+    card = store.card(model)
+    assert card.batching is not None
+    batch = batch or card.batching.max_rows
+    fetched = store.fetch(card)
+    engine = OnnxBackend().load(ModelSource(model, card.version, fetched.path, fetched.content, card.intra_op_threads))
+    axes = card.batching.axes().inputs
+    rows = [
+        Tensor(t.name, t.datatype, t.array if axes.get(t.name) is None else t.array.repeat(batch, axes[t.name]))
+        for t in one_row(store, model)
+    ]
+    engine.run(rows)
+    until = time.perf_counter() + SECONDS
+
+    def lane(_: int) -> int:
+        done = 0
+        while time.perf_counter() < until:
+            engine.run(rows)
+            done += batch
+        return done
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(LANES) as lanes:
+        total = sum(lanes.map(lane, range(LANES)))
+    return total / (time.perf_counter() - started)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_rate(LocalStore(sys.argv[1]), sys.argv[2], int(sys.argv[3]))))
