@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cuda.bindings import driver
 
 from qworker.engine.tensorrt.backend import Options, TensorRtBackend
 from qworker.engine.tensorrt.engine import TensorRtEngine
@@ -213,6 +212,7 @@ def test_what_is_too_large_for_the_arena_has_memory_of_its_own(make: Make) -> No
 
 def test_memory_that_somebody_else_takes_is_told(backend: TensorRtBackend) -> None:
     """The account names what it cannot explain, and the baseline takes it in once nothing else is there."""
+    driver = pytest.importorskip("cuda.bindings.driver")
     loaded = load(backend)
     status, foreign = driver.cuMemAlloc(40 * MIB)
     assert status == driver.CUresult.CUDA_SUCCESS

@@ -1,0 +1,1 @@
+"""What needs an NVIDIA GPU and TensorRT. Run by ``ops/gpu-acceptance``."""
