@@ -7,6 +7,9 @@ the broker gives its jobs to the others.
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 import time
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +43,8 @@ from qworker.worker.sweep import Sweeper
 log = structlog.get_logger(__name__)
 
 LANES_AT_ONCE = 64
+LOAD_NICENESS = 5
+"""A third of the CPU time of a thread that serves, where both want it."""
 
 
 class Worker:
@@ -68,7 +73,12 @@ class Worker:
         self._registry = Registry(store, clock)
         self._sessions = Sessions(connector, self.counters)
         self._engine_threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="engine")
-        self._load_threads = ThreadPoolExecutor(settings.max_concurrent_loads + 2, thread_name_prefix="load")
+        self._load_threads = ThreadPoolExecutor(
+            settings.max_concurrent_loads + 2,
+            thread_name_prefix="load",
+            # An engine's own threads are made while it loads, and would run at that priority for good.
+            initializer=_give_way if settings.intra_op_threads == 1 else None,
+        )
         self._tenants: dict[str, HotModel] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = asyncio.Event()
@@ -265,6 +275,15 @@ def _residency(settings: Settings, budget: int) -> Residency:
     for model in settings.pin:
         residency.pin(model)
     return residency
+
+
+def _give_way() -> None:
+    """Called in each thread that loads: hot models must not feel it, so it gets what they leave of the CPUs.
+
+    The engines that they load run in other threads.
+    """
+    if sys.platform == "linux":  # elsewhere threads have no priority of their own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOAD_NICENESS)
 
 
 async def _until_lost(chore: Coroutine[Any, Any, None]) -> None:

@@ -20,6 +20,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ops/bench", description="Benchmarks against a reference in the same rounds.")
     parser.add_argument("name", choices=[*NAMES, "all"])
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
+    parser.add_argument("--quiet", type=float, default=0.0, help="seconds to wait, at most, for idle CPUs each round")
     parser.add_argument("--json", action="store_true", help="the last line is one flat object of ratios")
     hot = parser.add_argument_group("hot")
     hot.add_argument("--peers", action="store_true", help="also celery, faststream, taskiq and dramatiq")

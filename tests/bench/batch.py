@@ -17,7 +17,7 @@ from qworker.engine.onnx import OnnxBackend
 from qworker.engine.warmup import read_sample, sample_tensors
 from qworker.store.local import LocalStore
 from qworker.wire.messages import Tensor
-from tests.bench.figures import Table
+from tests.bench.figures import Table, rounds
 from tests.bench.room import ROOT, Room
 
 MODELS = ("magika", "silero-vad-fixed", "ppocr2-cls", "speech-embedding", "basic-pitch", "thai-attacut")
@@ -37,7 +37,7 @@ def run(chosen: argparse.Namespace) -> Table:
             if card.batching is not None and card.batching.max_rows > 1 and len(models) < MEASURED:
                 models.append(entry.model.id)
         (worker,) = room.workers(threads=LANES)
-        for _ in range(chosen.rounds):
+        for _ in rounds(chosen):
             for model in models:
                 for row, batch in (("one row a run, in process", 1), ("best batch, in process", 0)):
                     table.add(f"{model}: {row}", {"rate": _in_process(room, model, batch)})

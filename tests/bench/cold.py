@@ -21,7 +21,7 @@ from qworker.engine.onnx import OnnxBackend
 from qworker.engine.warmup import read_sample, sample_tensors
 from qworker.store.local import LocalStore
 from tests.bench.drive import run as run_loop
-from tests.bench.figures import Measured, Table
+from tests.bench.figures import Measured, Table, rounds
 from tests.bench.room import ROOT, Room
 from tests.support.models import heavy
 
@@ -36,7 +36,7 @@ def run(chosen: argparse.Namespace) -> Table:
     table = Table("cold: published to first reply, against read + verify + load + warm-up + run in process")
     with Room() as room:
         inputs = _register(room)
-        for _ in range(chosen.rounds):
+        for _ in rounds(chosen):
             for model, floor in _floor(room.store, list(inputs)).items():
                 table.add(f"in process, {model}", {"ms": floor})
             (worker,) = room.workers()

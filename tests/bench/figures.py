@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import psutil
 
 Measured = dict[str, float]
 FIELDS = ("rate", "p50_ms", "p99_ms", "worker_us", "client_us", "broker_us")
@@ -31,6 +35,18 @@ def _short(value: float) -> str:
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+
+
+QUIET_PERCENT = 25.0
+
+
+def rounds(chosen: argparse.Namespace) -> Iterator[int]:
+    """The rounds of a benchmark. With ``--quiet`` each waits, for a while, until others leave the CPUs alone."""
+    for number in range(chosen.rounds):
+        until = time.monotonic() + chosen.quiet
+        while time.monotonic() < until and psutil.cpu_percent(interval=2.0) > QUIET_PERCENT:
+            pass
+        yield number
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tests.bench.figures import Table
+from tests.bench.figures import Table, rounds
 from tests.bench.room import Room
 
 SIZES = (1, 2, 4)
@@ -17,7 +17,7 @@ def run(chosen: argparse.Namespace) -> Table:
     with Room() as room:
         for number in range(4):
             room.register_identity(1, f"fleet-{number}")
-        for _ in range(chosen.rounds):
+        for _ in rounds(chosen):
             for count in SIZES:
                 # Each worker has room for what it must have, so that the models spread.
                 workers = room.workers(count, max_concurrent_loads=1)

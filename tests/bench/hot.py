@@ -6,7 +6,7 @@ import argparse
 import sys
 from dataclasses import dataclass
 
-from tests.bench.figures import Table
+from tests.bench.figures import Table, rounds
 from tests.bench.peers.table import PYTHON, Peer, installed
 from tests.bench.room import Room
 
@@ -50,7 +50,7 @@ def run(chosen: argparse.Namespace) -> Table:
             (peer, room.spawn(peer.worker(room.url), environment=peer.environment(room.url)))
             for peer in (installed() if chosen.peers else [])
         ]
-        for _ in range(chosen.rounds):
+        for _ in rounds(chosen):
             for case in cases:
                 table.add(
                     f"raw aio-pika, {case}",

@@ -13,7 +13,7 @@ import numpy as np
 from qworker import Client
 from tests.bench.drive import KILOBYTE
 from tests.bench.drive import run as run_loop
-from tests.bench.figures import Measured, Table
+from tests.bench.figures import Measured, Table, rounds
 from tests.bench.product_call import model_of
 from tests.bench.room import Room
 from tests.support.models import heavy
@@ -34,20 +34,20 @@ def run(chosen: argparse.Namespace) -> Table:
             path.write_bytes(heavy(COLD_MIB))
             widest = max(widest, room.register(model, path).resident_bytes)
         room.workers(memory=str(hot + widest + widest // 2), min_residency=0, pin=model_of(1))
-        run_loop(_alternate(room.url, chosen.rounds, table), uvloop=True)
+        for _ in rounds(chosen):
+            run_loop(_alternate(room.url, table), uvloop=True)
     table.ratio("p99_ratio", "with cold loads", "alone", "p99_ms")
     table.ratio("p50_ratio", "with cold loads", "alone", "p50_ms")
     return table
 
 
-async def _alternate(url: str, rounds: int, table: Table) -> None:
+async def _alternate(url: str, table: Table) -> None:
     async with Client(url) as client:
         await _steadily(client, 1.0)
-        for _ in range(rounds):
-            table.add("alone", await _steadily(client, SECONDS))
-            async with _loading(client) as loads:
-                found = await _steadily(client, SECONDS)
-            table.add("with cold loads", {**found, "loads_a_second": len(loads) / SECONDS})
+        table.add("alone", await _steadily(client, SECONDS))
+        async with _loading(client) as loads:
+            found = await _steadily(client, SECONDS)
+        table.add("with cold loads", {**found, "loads_a_second": len(loads) / SECONDS})
 
 
 async def _steadily(client: Client, seconds: float) -> Measured:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +16,7 @@ from qworker.app import declare_models
 from qworker.broker.fast.session import FastConnector
 from qworker.wire.topology import lane_queue
 from tests.bench.counting_proxy import CountingProxy
-from tests.bench.figures import Measured, Table
+from tests.bench.figures import Measured, Table, rounds
 from tests.bench.room import Room
 from tests.e2e.fleet import WorkerProcess
 from tests.e2e.models import inputs_of, put, rolling
@@ -35,7 +36,7 @@ def run(chosen: argparse.Namespace) -> Table:
         with Room() as room:
             names = _register(room.store, models)
             asyncio.run(declare_models(room.url, names, _queue_type(models)))
-            for number in range(min(chosen.rounds, 3)):
+            for number in itertools.islice(rounds(chosen), 3):
                 table.add(f"{models} models", _round(room, models, names, stranded=number == 0))
         for name, figure in (("ready_s", "ready_s"), ("idle_ops_per_s", "idle_ops_per_s"), ("rss_mib", "rss_mib")):
             table.spread(f"{name}_{models}", [found[figure] for found in table.rounds[f"{models} models"]])
