@@ -44,6 +44,7 @@ def _host_and_pid() -> str:
 
 
 PositiveSize = Annotated[ByteSize, Field(gt=0)]
+Budget = Annotated[ByteSize, Field(ge=_MIB)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SecondsOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -71,7 +72,7 @@ class Settings(BaseSettings):
     # --- the hot zone ---
     backend: Literal["auto", "onnx", "tensorrt"] = "auto"
     """``auto``: TensorRT where there is a GPU, and ONNX for the models without a plan for it, else ONNX."""
-    memory: PositiveSize = Field(default_factory=_half_of_free_memory)
+    memory: Budget = Field(default_factory=_half_of_free_memory)
     """Budget of all hot models together. Default: half of the memory that is free now; on a GPU, all that is
     free of it less ``device_headroom``, which is also the most that it can be."""
     max_concurrent_loads: Annotated[int, Field(ge=1)] = 2
@@ -93,7 +94,7 @@ class Settings(BaseSettings):
     """Number, or UUID of a GPU or of a MIG slice; ``all``: a worker process for each of them."""
     device_headroom: PositiveSize | None = None
     """Device memory that models do not get. Default: a twentieth of it, at least 512 MiB."""
-    host_memory: PositiveSize = Field(default_factory=_half_of_free_memory)
+    host_memory: Budget = Field(default_factory=_half_of_free_memory)
     """Budget of the models that run on ONNX beside a GPU. Default: half of the memory that is free now."""
     lanes: Annotated[int, Field(ge=1, le=64)] = 2
     """Executions at once on the device."""

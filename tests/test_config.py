@@ -81,7 +81,7 @@ def test_an_empty_variable_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("512MiB", 512 * MIB), ("2GB", 2_000_000_000), ("1.5 GiB", 1536 * MIB), ("4096", 4096), (4096, 4096)],
+    [("512MiB", 512 * MIB), ("2GB", 2_000_000_000), ("1.5 GiB", 1536 * MIB), ("4194304", 4194304), (4194304, 4194304)],
 )
 def test_byte_sizes_are_read_as_people_write_them(text: object, nbytes: int) -> None:
     """Units of both kinds and plain numbers."""

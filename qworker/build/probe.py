@@ -157,6 +157,8 @@ def main() -> None:
             json.dump(_measure(request), answer)
         except (LoadFailed, InvalidInput, InferenceFailed) as exc:
             json.dump({"refused": str(exc)}, answer)
+        except OSError as exc:
+            json.dump({"refused": f"the probe could not read or write its files: {exc}. Make room, or mend it"}, answer)
         except MemoryError:
             json.dump({"refused": "the model needs more memory than this process may have: raise its limit"}, answer)
 

@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 def broker(
     folder: Annotated[Path, typer.Option(help="Where the node keeps all of its files; queues survive a restart.")],
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on; free one if absent.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 5672,
     root: Annotated[
         Path | None,
         typer.Option(help="A laid out Debian whose RabbitMQ to run instead of this machine's (needs root)."),
@@ -30,7 +30,7 @@ def broker(
 ) -> None:
     """Run a private RabbitMQ node on loopback until interrupted; prints its URL when it is ready."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals end it in the same way
-    node = PrivateNode(folder, port=port, root=root)
+    node = PrivateNode(folder, port=port or None, root=root)
     try:
         node.start()
         print(node.url, flush=True)

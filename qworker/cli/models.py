@@ -177,7 +177,10 @@ def _declare(settings: Settings, cards: Sequence[Card]) -> bool:
     try:
         asyncio.run(declare_models(settings.broker_url, models, settings.queue_type))
     except QworkerError as exc:
-        _complain(f"the models are in the store, but their queues could not be declared: {exc}")
+        _complain(
+            f"the models are in the store, but their queues could not be declared: {exc}. "
+            "Run the same command again once the broker is there"
+        )
         return False
     _say(f"declared the queues of {', '.join(models)}")
     return True

@@ -84,7 +84,7 @@ def test_a_node_does_not_outlive_its_owner(node: PrivateNode, tmp_path: Path) ->
 @pytest.mark.slow
 def test_the_command_runs_until_told_to_stop(node: PrivateNode, tmp_path: Path) -> None:
     """``qworker broker`` prints its URL when ready, ends with 0 on SIGTERM, and leaves no process."""
-    with _process("-c", _COMMAND, "broker", "--folder", str(tmp_path)) as command:
+    with _process("-c", _COMMAND, "broker", "--folder", str(tmp_path), "--port", "0") as command:
         assert _first_line(command).startswith("amqp://guest:guest@127.0.0.1:")
         command.terminate()
         assert command.wait(30) == 0

@@ -302,7 +302,9 @@ def _failure(message: Outgoing, error: BrokerError, *, may_retry: bool) -> Broke
                 "permission (rabbitmqctl set_permissions)"
             )
         else:
-            failure = PublishFailed(f"there is no exchange {message.exchange!r}: {text}. Declare it first")
+            failure = PublishFailed(
+                f"there is no exchange {message.exchange!r}: {text}. Declare it first, or start a worker: it does"
+            )
     else:
         to_blame = may_retry  # the broker does not say whose it was
         failure = PublishFailed(f"the broker did not take a message for exchange {message.exchange!r}: {text}")

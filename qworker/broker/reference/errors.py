@@ -84,7 +84,7 @@ def publish_error(error: aiormq.ChannelClosed, exchange: str, size: int) -> Brok
     if isinstance(error, aiormq.ChannelAccessRefused):
         return refused(error, f"publish to exchange {exchange!r}", "write")
     if isinstance(error, aiormq.ChannelNotFoundEntity):
-        return PublishFailed(f"there is no exchange {exchange!r}: {text}. Declare it first")
+        return PublishFailed(f"there is no exchange {exchange!r}: {text}. Declare it first, or start a worker: it does")
     return PublishFailed(f"the broker did not take a message for exchange {exchange!r}: {text}")
 
 
