@@ -135,3 +135,27 @@ def plain(event: Event) -> tuple[Any, ...]:
         dict(properties.headers),
         event.body,
     )
+
+
+def seeds() -> list[bytes]:
+    """Streams of every kind of frame, for a fuzzer to start from."""
+    properties = Basic.Properties(**SAMPLE_VALUES)
+    deliver = Basic.Deliver(consumer_tag="c", delivery_tag=7, redelivered=True, exchange="ex", routing_key="model")
+    returned = Basic.Return(reply_code=312, reply_text="NO_ROUTE", exchange="ex", routing_key="model")
+    methods: list[tuple[int, Any]] = [
+        (1, Basic.Ack(delivery_tag=3, multiple=True)),
+        (1, Basic.Nack(delivery_tag=3)),
+        (1, Basic.Cancel(consumer_tag="c")),
+        (1, Channel.Close(reply_code=404, reply_text="no queue", class_id=50, method_id=10)),
+        (0, Connection.Blocked(reason="memory")),
+        (0, Connection.Close(reply_code=320, reply_text="shutdown", class_id=0, method_id=0)),
+        (1, Queue.DeclareOk(queue="q", message_count=1, consumer_count=2)),
+        (0, Connection.Tune(channel_max=2047, frame_max=131072, heartbeat=60)),
+        (0, Heartbeat()),
+    ]
+    return [
+        message(deliver, 1, properties, b"body" * 20, pieces=3),
+        message(deliver, 2, Basic.Properties(), b""),
+        message(returned, 1, properties, b"back"),
+        *(frame.marshal(method, channel) for channel, method in methods),
+    ]

@@ -324,6 +324,8 @@ def _read_properties(raw: Octets, at: int, end: int) -> Properties:  # noqa: C90
         at += 1 + raw[at]
     if flags & 0x2000:
         start = at + 4
+        if start > end:  # what lies behind is another frame's, or was
+            raise FrameError("expected message properties, found a content header that ends within them")
         at = start + _U32.unpack_from(raw, at)[0]
         if at > end:
             raise FrameError(f"expected a headers table of {at - start} bytes, found {end - start}")
