@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from qworker.cli.builds import Builds
 from qworker.config import Settings, load_settings
 from qworker.errors import QworkerError
 from qworker.store.card import Card, TensorEntry
@@ -82,7 +83,7 @@ def register_models(
     if as_json:
         _print_json(outcomes)
     elif cards:
-        _print_cards(cards)
+        _print_cards(cards, Builds(local))
     declared = _declare(settings, cards)
     if len(cards) < len(paths) or not declared:
         raise typer.Exit(1)
@@ -100,10 +101,11 @@ def list_models(store: Store = None, config: Config = None, as_json: AsJson = Fa
         except QworkerError as exc:
             _complain(f"{model}: {exc}")
             broken.append(model)
+    builds = Builds(local)
     if as_json:
-        _print_json([_summary(card) for card in cards])
+        _print_json([_summary(card, builds) for card in cards])
     elif cards:
-        _print_cards(cards)
+        _print_cards(cards, builds)
     elif not broken:
         _say(f"the store {local.root} has no models: put some in with `qworker models register`")
     if broken:
@@ -123,12 +125,14 @@ def show_model(
     card = _or_fail(lambda: local.card(model, version))
     versions = _or_fail(lambda: local.versions(model))
     if as_json:
-        _print_json({**card.model_dump(mode="json"), "versions": versions})
+        found = [build.as_json() for build in Builds(local).of(card)]
+        _print_json({**card.model_dump(mode="json"), "versions": versions, "builds": found})
         return
     table = Table(show_header=False, box=None)
     for name, value in (
         ("model", f"{card.model}, version {card.version} (has {', '.join(versions)}; default {versions[-1]})"),
         ("files", "\n".join(f"{file.name}  {_size(file.nbytes)}  sha256 {file.sha256[:16]}" for file in card.files)),
+        ("builds", "\n".join(build.line() for build in Builds(local).of(card))),
         ("inputs", "\n".join(map(_tensor, card.inputs)) or "none"),
         ("outputs", "\n".join(map(_tensor, card.outputs))),
         ("in memory", _size(card.resident_bytes)),
@@ -186,17 +190,24 @@ def _declare(settings: Settings, cards: Sequence[Card]) -> bool:
     return True
 
 
-def _summary(card: Card) -> dict[str, Any]:
+def _summary(card: Card, builds: Builds) -> dict[str, Any]:
     wanted = {"model", "version", "backend", "resident_bytes", "peak_bytes", "load_seconds", "warmed", "created"}
-    return {**card.model_dump(mode="json", include=wanted), "file_bytes": sum(file.nbytes for file in card.files)}
+    return {
+        **card.model_dump(mode="json", include=wanted),
+        "file_bytes": sum(file.nbytes for file in card.files),
+        "builds": [build.as_json() for build in builds.of(card)],
+    }
 
 
-def _print_cards(cards: Sequence[Card]) -> None:
+def _print_cards(cards: Sequence[Card], builds: Builds) -> None:
     table = Table()
     table.add_column("model", overflow="fold")
     table.add_column("version", overflow="fold")
     for name in ("files", "in memory", "load"):
         table.add_column(name, justify="right", no_wrap=True)
+    plans = {card.model: builds.of(card)[1:] for card in cards}
+    if any(plans.values()):
+        table.add_column("plans", overflow="fold")
     for card in cards:
         table.add_row(
             _plain(card.model),
@@ -204,6 +215,7 @@ def _print_cards(cards: Sequence[Card]) -> None:
             _size(sum(file.nbytes for file in card.files)),
             _size(card.resident_bytes),
             f"{card.load_seconds:.3f} s",
+            *([_plain("\n".join(plan.line() for plan in plans[card.model]))] if any(plans.values()) else []),
         )
     _console().print(table)
 

@@ -14,9 +14,13 @@ from typer.testing import CliRunner
 
 from qworker.broker.base import Depth
 from qworker.broker.reference.session import AioPikaConnector
+from qworker.cli import builds as builds_cli
 from qworker.cli import models as models_cli
+from qworker.errors import ModelRefused
+from qworker.policy.plan_choice import DeviceFacts
 from qworker.wire.topology import lane_queue
 from tests.support import models
+from tests.support.fakegpu.store import put_plan
 
 app = typer.Typer()
 models_cli.register(app)
@@ -63,6 +67,27 @@ def test_register_list_show_remove(shell: Shell) -> None:
         assert words in shell("show", "calc").stdout
     assert shell.json("remove", "calc") == {"model": "calc", "removed": ["1"]}
     assert shell.json("list") == []
+
+
+def test_builds_are_shown_with_who_takes_them(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan for this device is taken, the others say why not; without a device all say that."""
+    shell.json("register", shell.file("m.onnx", models.identity()))
+    put_plan(shell.store, "m", precision="fp16")
+    put_plan(shell.store, "m", precision="int8", compute_capability="8.6")
+    device = DeviceFacts("H100", "9.0", "11.4.0.106", "13.0", "580.1")
+    monkeypatch.setattr(builds_cli, "find_device", lambda: device)
+    [listed] = shell.json("list")
+    refused = {build["precision"]: build["refused"] for build in listed["builds"]}
+    assert (refused[None], refused["fp16"]) == (None, None)
+    assert "8.6" in refused["int8"]
+    assert "taken here" in shell("show", "m").stdout
+    assert "not taken here" in shell("list").stdout
+
+    def nothing() -> DeviceFacts:
+        raise ModelRefused("no GPU in this machine")
+
+    monkeypatch.setattr(builds_cli, "find_device", nothing)
+    assert {build["refused"] for build in shell.json("show", "m")["builds"]} == {None, "no GPU in this machine"}
 
 
 def test_one_bad_model_does_not_stop_the_others(shell: Shell) -> None:
