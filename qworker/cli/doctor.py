@@ -139,10 +139,10 @@ def check_device() -> Iterator[Finding]:
     """Whether a GPU and its libraries are here. Nothing is imported: that alone can take seconds."""
     present = [name for name in ("tensorrt", "cuda", "pynvml") if find_spec(name) is not None]
     card = any(Path("/dev").glob("nvidia[0-9]*"))
-    if card and present:
-        text = f"a GPU, and {', '.join(present)}; this version's onnx backend runs on the CPU"
+    if card and {"tensorrt", "cuda"} <= set(present):
+        text = f"a GPU, and {', '.join(present)}; workers run the plans that it takes, and ONNX models on the CPU"
     elif card:
-        text = "a GPU, but no GPU libraries; models run on the CPU"
+        text = "a GPU, but not qworker[gpu]; models run on the CPU"
     else:
         text = "no GPU; models run on the CPU"
     yield Finding("device", "ok", text)

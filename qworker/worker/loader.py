@@ -144,7 +144,7 @@ class Loader:
                 if sample is not None:
                     with np.load(sample, allow_pickle=False) as arrays:
                         backend.warm_up(engine, dict(arrays))
-                elif card.warmed:
+                elif card.warmed or card.plan is not None:  # a plan says itself what it takes
                     backend.warm_up(engine, None)
                 # else the probe found no inputs that suit it: the first job warms it up
                 backend.trim()

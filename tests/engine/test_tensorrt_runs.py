@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,21 @@ def test_runs_allocate_nothing_on_the_device(backend: TensorRtBackend, gpu: Fake
     for number in range(20):
         assert total(loaded, number, 1 + number % 3) == 2 * number
     assert (gpu.calls("cuMemAllocFromPoolAsync"), gpu.calls("cuMemAllocAsync")) == before
+    unload(backend, loaded)
+
+
+def test_a_run_that_fails_waits_for_its_copies(make: Make, gpu: FakeGpu) -> None:
+    """Their memory is somebody else's afterwards: nothing of the failed run may still read or write it."""
+    backend = make(lanes=1)
+    loaded = load(backend)
+    gpu.copies_take(60)
+    gpu.fail("cuLaunchHostFunc", OUT_OF_MEMORY)
+    started = time.monotonic()
+    with pytest.raises(InferenceFailed):
+        total(loaded, 1)
+    assert time.monotonic() - started >= 0.12, "two copies in"
+    gpu.mend()
+    assert total(loaded, 2) == 4
     unload(backend, loaded)
 
 

@@ -74,7 +74,7 @@ class TensorRtEngine:
             for number in range(len(self._ports.profiles)):
                 execution = Execution(shop.gpu, shop.library, shop.pinned, self._ports, number, graphs=shop.graphs)
                 self._executions[lane.number, number] = execution
-                execution.open(self._engine, lane, shop.lanes.aside, sizes.scratch[number])
+                execution.open(self._engine, lane, shop.lanes.aside, sizes.scratch)
         self._room = shop.lanes.room(self.need)
 
     @property

@@ -204,7 +204,10 @@ class Execution:
         for port, shape in zip(self._ports.inputs, shapes, strict=True):
             if not self._context.set_input_shape(port.name, shape):
                 raise InvalidInput(f"the plan does not take the shape {shape} for {port.name!r}: {self._words()}")
-        missing = self._context.infer_shapes()
+        try:
+            missing = self._context.infer_shapes()
+        except RuntimeError as exc:  # what it raises when values, and not only shapes, do not fit
+            raise InvalidInput(f"the plan cannot work with these inputs: {exc}: {self._words()}") from exc
         if missing:
             raise InvalidInput(f"the plan cannot work with these shapes, because of {', '.join(map(str, missing))}")
         self._shapes = shapes

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from qworker.engine.tensorrt.devices import driver_version
 from qworker.errors import DeviceLost, DeviceMemoryFull, DeviceUnavailable
@@ -45,7 +45,9 @@ class Gpu:
         self.core = core
         self.ordinal = ordinal
         self.lost: str | None = None
-        self._cuda_error: type[Exception] = import_module("cuda.core._utils.cuda_utils").CUDAError
+        self.quiet = threading.RLock()
+        """Held while a graph is captured and while everything is waited for: CUDA forbids the two at once."""
+        self._cuda_error = _cuda_error()
         self._here = threading.local()
         self._event_options = core.EventOptions(blocking_sync=True)
         self._stream_options = core.StreamOptions(nonblocking=True)
@@ -93,7 +95,8 @@ class Gpu:
     def trim(self) -> None:
         """Give what both pools keep back to the device. Waits for everything that runs now."""
         driver = self.driver
-        self.check(driver.cuCtxSynchronize())
+        with self.quiet:
+            self.check(driver.cuCtxSynchronize())
         self.check(driver.cuMemPoolTrimTo(self._pool.handle, 0))
         self.check(driver.cuMemPoolTrimTo(self.check(driver.cuDeviceGetDefaultMemPool(self.ordinal)), 0))
 
@@ -151,6 +154,14 @@ class Gpu:
             return DeviceMemoryFull(f"the device has no memory left for this ({name}): it may have later")
         self.lost = self.lost or name
         return DeviceLost(f"the CUDA driver answered {name}: this process ends, look at the job that ran and at dmesg")
+
+
+def _cuda_error() -> type[Exception]:
+    """What cuda.core raises. It is not public, so that it may move."""
+    try:
+        return cast("type[Exception]", import_module("cuda.core._utils.cuda_utils").CUDAError)
+    except (ImportError, AttributeError):
+        return RuntimeError
 
 
 def open_gpu(selector: str = "0") -> Gpu:

@@ -92,7 +92,8 @@ class Graphs:
     def _graph(self, key: Hashable, trial: Trial, stream: Any, enqueue: Callable[[], None]) -> Any:
         """The graph of ``key``, captured at its first use; None, and never again, when it cannot be captured."""
         if key not in self._made:
-            made = self._capture(stream, enqueue)
+            with self._gpu.quiet:
+                made = self._capture(stream, enqueue)
             if made is None:
                 trial.refused = True
                 return None

@@ -29,10 +29,13 @@ _DATATYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes on the device: the weights, and each profile's scratch memory."""
+    """Bytes on the device: the weights, and an execution's scratch memory.
+
+    That of the profile that needs most: the bindings' words ask for it whatever profile a context has.
+    """
 
     weights: int
-    scratch: tuple[int, ...]
+    scratch: int
 
 
 def check_header(head: bytes) -> None:
@@ -59,10 +62,10 @@ def ports_of(engine: Any, library: Library) -> Ports:
 
 def sizes_of(engine: Any, library: Library, ports: Ports) -> Sizes:
     """What it takes of the device beside its inputs and outputs, whose sizes the executions know."""
-    numbers = range(len(ports.profiles))
+    each = (int(engine.get_device_memory_size_for_profile_v2(number)) for number in range(len(ports.profiles)))
     return Sizes(
         weights=int(engine.get_engine_stat(library.trt.EngineStat.TOTAL_WEIGHTS_SIZE)),
-        scratch=tuple(int(engine.get_device_memory_size_for_profile_v2(number)) for number in numbers),
+        scratch=max(int(engine.device_memory_size_v2), *each, 0),
     )
 
 

@@ -75,6 +75,9 @@ def main() -> None:
     trt.IProgressMonitor.phase_finish(monitor, "phase")
     trt.IGpuAsyncAllocator.allocate_async(Allocator(), size=1, alignment=2, flags=3, stream=4)
     calls["IOutputAllocator memory"] = ask(Output())
+    calls["IOutputAllocator, in words"] = (
+        trt.IOutputAllocator.__doc__
+    )  # its methods are not bound: C++ alone calls them
     try:
         trt.Builder(log)
     except TypeError as exc:

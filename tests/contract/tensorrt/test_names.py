@@ -179,6 +179,8 @@ def test_the_builder_is_seen_to_use_the_library() -> None:
         ("IExecutionContext.execute_async_v3", ["stream_handle"]),
         ("ICudaEngine.get_tensor_profile_shape", ["name", "profile_index"]),
         ("ICudaEngine.get_device_memory_size_for_profile_v2", ["profile_index"]),
+        ("IExecutionContext.set_device_memory", ["memory", "size"]),
+        ("IExecutionContext.set_output_allocator", ["name", "output_allocator"]),
     ],
 )
 def test_parameters_come_in_the_order_that_we_use(surface: Surface, method: str, expected: list[str]) -> None:
@@ -198,6 +200,9 @@ def test_callbacks_get_what_we_take(surface: Surface) -> None:
     assert calls["IOutputAllocator memory"] == 99
     assert calls["IOutputAllocator.notify_shape"] == ["y", [5, 6]]
     assert calls["IGpuAsyncAllocator.allocate_async"] == [1, 2, 3, 4]  # size, alignment, flags, stream
+    told = calls["IOutputAllocator, in words"]
+    assert "def reallocate_output_async(self, tensor_name, memory, size, alignment, stream):" in told
+    assert "def notify_shape(self, tensor_name, shape):" in told
 
 
 def test_a_builder_that_does_not_start_raises_what_we_catch(surface: Surface) -> None:

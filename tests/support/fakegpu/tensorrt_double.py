@@ -191,6 +191,7 @@ class ICudaEngine:
         _give(self._memory)
 
     num_io_tensors = property(lambda self: len(self.names))
+    device_memory_size_v2 = property(lambda self: self.told["scratch"])
     num_optimization_profiles = property(lambda self: len(self.told["profiles"]))
 
     def get_tensor_name(self, index: int) -> str:
