@@ -177,10 +177,10 @@ def test_no_tracked_file_depends_on_one_machine() -> None:
     """No package index, no absolute path of a developer's machine, nowhere."""
     # Put together here, so that this file is not a finding itself.
     hosts = [
-        "pypi" + ".org",
-        "python" + "hosted.org",
-        "registry." + "npmjs",
-        "deb." + "debian.org",
+        *(
+            ".".join(parts)
+            for parts in (("pypi", "org"), ("pythonhosted", "org"), ("registry", "npmjs"), ("debian", "org"))
+        ),
         "find-" + "links =",
     ]
     paths = ["/" + "work/", "/home/" + "user", "/Us" + "ers/"]
