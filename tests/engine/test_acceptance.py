@@ -12,7 +12,8 @@ import pytest
 from ops.models import ROOT
 from tests.support.fakegpu import environment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.broker]
+# It builds and serves four plans on the CPU: half a minute alone, and minutes on a machine with other work.
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.broker, pytest.mark.timeout(400)]
 
 
 def test_rehearsal_of_the_acceptance_run(tmp_path: Path) -> None:
@@ -20,7 +21,7 @@ def test_rehearsal_of_the_acceptance_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ops.gpu_app", "--rehearse", "--jobs", "40", "--out", str(tmp_path)]
     command += ["--models", "speech-embedding,ppocr2-cls", "--precisions", "fp32,fp16"]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=110, check=False
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=360, check=False
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     (path,) = tmp_path.glob("rehearsal-*.json")
