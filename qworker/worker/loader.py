@@ -180,10 +180,17 @@ class Loader:
 
     def _check_size(self, card: Card, booked: int, measured: int | None) -> None:
         """Book what was measured where the card said too little; remember it for the next load."""
-        if measured is None or measured <= booked * GROWTH_TOLERANCE + GROWTH_SLACK:
+        if measured is None:
             return
+        if measured <= card.resident_bytes * GROWTH_TOLERANCE + GROWTH_SLACK:
+            self._measured.pop(card.digest, None)
+            return
+        # Jobs of other models that run meanwhile can only make it look larger: the least that was seen is nearest.
+        measured = min(measured, self._measured.get(card.digest, measured))
         self._measured[card.digest] = measured
-        log.warning("model.larger_than_card", model=card.model, card_bytes=booked, measured_bytes=measured)
+        if measured <= booked:
+            return
+        log.warning("model.larger_than_card", model=card.model, card_bytes=card.resident_bytes, measured_bytes=measured)
         if not self._zone.grow(card.model, measured):
             raise NoRoom(
                 f"{card.model} takes {measured} bytes where its card says {booked}, and that does not fit now: "

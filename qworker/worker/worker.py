@@ -262,6 +262,7 @@ class Worker:
                 for row in self.zone.rows()
             ],
             "claims": {model: str(tenant.claim.step) for model, tenant in self._tenants.items()},
+            "refusing": [model for model, tenant in self._tenants.items() if tenant.claim.refusing],
             "waiting": [{"model": m, "seconds": s, "why": why} for m, s, why in self.zone.blocked()],
             "ledger": {"budget": self.zone.budget, "held": self.zone.held, "peak": self.zone.peak},
             "ledgers": self.zone.ledgers(),

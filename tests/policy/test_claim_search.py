@@ -38,7 +38,13 @@ PLAIN = Setting(3, (2, 1), atomic=True, sweep=False, capacity=3)
 CRASH_WHILE_LOADING = replace(PLAIN, workers=2, crashes=1, crash_at=frozenset({Step.LOAD}))
 
 
-@pytest.mark.parametrize("setting", WITH_SWEEP.values(), ids=WITH_SWEEP.keys())
+def _marked(name: str) -> object:
+    """Two of them take longer than all the rest of ``ops/check``."""
+    marks = [pytest.mark.slow] if name.startswith("replicas") else []
+    return pytest.param(WITH_SWEEP[name], id=name, marks=marks)
+
+
+@pytest.mark.parametrize("setting", [_marked(name) for name in WITH_SWEEP])
 def test_with_the_sweep_every_job_can_still_be_done_from_every_state(setting: Setting) -> None:
     """No stuck state, no lost job, no double load in a slot, nothing done without its lease."""
     found = search(setting)
