@@ -54,6 +54,15 @@ def check_shape(where: str, shape: Sequence[int], limits: Limits) -> int:
     Holds an empty tensor to the same extent as a full one: ``(0, 2**40)`` has no bytes, but a reduction
     over its first axis has 2**40 of them.
     """
+    count = taken = 1
+    for dim in shape:
+        if not 0 <= dim <= MAX_DIM:
+            break
+        count *= dim
+        taken *= dim or 1
+    else:
+        if taken <= limits.max_body_bytes and len(shape) <= limits.max_rank:
+            return count  # nearly always; the rest says what is wrong
     if len(shape) > limits.max_rank:
         raise InvalidInput(f"{where}: at most {limits.max_rank} dims are taken, the shape has {len(shape)}: reshape it")
     for axis, dim in enumerate(shape):

@@ -28,6 +28,7 @@ Octets = bytes | bytearray
 _U16 = struct.Struct(">H")
 _U32 = struct.Struct(">I")
 _U64 = struct.Struct(">Q")
+_I64 = struct.Struct(">q")
 _TAGGED_I32 = struct.Struct(">ci")
 _TAGGED_I64 = struct.Struct(">cq")
 _TAGGED_F64 = struct.Struct(">cd")
@@ -118,8 +119,12 @@ def _read_table(raw: bytes, at: int, end: int, depth: int) -> dict[str, Any]:
     table: dict[str, Any] = {}
     while at < end:
         key_end = at + 1 + raw[at]
-        key = _text(raw[at + 1 : key_end])
-        table[key], at = _read_value(raw, key_end, end, depth)
+        key = _decoded(raw[at + 1 : key_end], "replace")
+        if key_end + 9 <= end and raw[key_end] == 0x6C:  # l: our own headers are times
+            table[key] = _I64.unpack_from(raw, key_end + 1)[0]
+            at = key_end + 9
+        else:
+            table[key], at = _read_value(raw, key_end, end, depth)
     return table
 
 
@@ -168,10 +173,6 @@ def _read_value(raw: bytes, at: int, end: int, depth: int) -> tuple[Any, int]:  
     if after > end:
         raise FrameError("expected a field within its table, found one that runs past its end")
     return value, after
-
-
-def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "replace")
 
 
 def _text_or_bytes(raw: bytes) -> str | bytes:
@@ -268,6 +269,7 @@ def write_properties(properties: Properties, reply_to: str | None = None) -> byt
     """The flags and values of a content header; ``reply_to`` overrules theirs. Raises EncodeError."""
     reply_to = reply_to or properties.reply_to
     flags = 0
+    correlation = b""
     parts: list[bytes] = []
     if properties.content_type is not None:
         flags |= 0x8000
@@ -281,18 +283,22 @@ def write_properties(properties: Properties, reply_to: str | None = None) -> byt
     if properties.priority is not None:
         flags |= 0x0800
         parts.append(bytes((max(0, min(255, properties.priority)),)))
-    if properties.correlation_id is not None:
+    correlation_id = properties.correlation_id
+    if correlation_id is not None:
         flags |= 0x0400
-        parts.append(short_string(properties.correlation_id, "correlation id"))
+        correlation = short_string(correlation_id, "correlation id")
+        parts.append(correlation)
     if reply_to is not None:
         flags |= 0x0200
         parts.append(_repeated_short_string(reply_to, "reply queue"))
     if properties.expiration_ms is not None:
         flags |= 0x0100
         parts.append(short_string(str(max(0, properties.expiration_ms)), "expiration"))
-    if properties.message_id is not None:
+    message_id = properties.message_id
+    if message_id is not None:
         flags |= 0x0080
-        parts.append(short_string(properties.message_id, "message id"))
+        # a job of ours has one id for both
+        parts.append(correlation if message_id is correlation_id else short_string(message_id, "message id"))
     if properties.timestamp_ms is not None:
         flags |= 0x0040
         parts.append(_U64.pack(max(0, properties.timestamp_ms // 1000)))

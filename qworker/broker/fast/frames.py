@@ -195,12 +195,50 @@ class FrameReader:
             if kind == _BODY:
                 self._body(channel, payload, after, events)
             elif kind == _METHOD:
+                behind = self._whole_delivery(channel, payload, after, events)
+                if behind:
+                    self._start = behind
+                    continue
                 self._method(channel, payload, after, events)
             elif kind == _HEADER:
                 self._header(channel, payload, after, events)
             elif size or channel:
                 raise FrameError(f"expected an empty heartbeat, found {size} bytes on channel {channel}")
             self._start = after + 1
+
+    def _whole_delivery(self, channel: int, at: int, end: int, events: list[Event]) -> int:
+        """Read a delivery that is here in full, in one body frame, as nearly all are; where the next frame begins.
+
+        0, and nothing is read, for all else: the long way finds out what it is, or what is wrong with it.
+        """
+        buffer = self._buffer
+        head = end + 8  # the content header's payload
+        if self._end - head < 22 or _U32.unpack_from(buffer, at)[0] != _DELIVER or channel in self._contents:
+            return 0
+        kind, number, size = _ENVELOPE.unpack_from(buffer, end + 1)
+        head_end = head + size
+        if kind != _HEADER or number != channel or not 14 <= size <= self._max_payload or self._end - head_end < 9:
+            return 0
+        class_id, _, nbytes = _CONTENT.unpack_from(buffer, head)
+        kind, number, size = _ENVELOPE.unpack_from(buffer, head_end + 1)
+        body = head_end + 8
+        body_end = body + nbytes
+        if (
+            class_id != 60
+            or kind != _BODY
+            or number != channel
+            or size != nbytes
+            or not 0 < nbytes <= min(self._max_payload, self._max_body)
+            or body_end >= self._end
+            or buffer[head_end] != 0xCE
+            or buffer[body_end] != 0xCE
+        ):
+            return 0
+        message = self._deliver(channel, at + 4, end)
+        message.properties = read_properties(buffer, head + 12, head_end)
+        message.body = bytes(self._view[body:body_end])
+        events.append(message)
+        return body_end + 1
 
     def _foreign(self, at: int, kind: int) -> FrameError:
         if bytes(self._buffer[at : at + 4]) == b"AMQP":
@@ -216,7 +254,7 @@ class FrameReader:
         if channel in self._contents and method not in _CLOSES:
             raise FrameError(f"expected the rest of a message on channel {channel}, found method {method:#010x}")
         if method == _DELIVER:
-            self._contents[channel] = self._deliver(channel, at + 4, end)
+            self._contents[channel] = _Content(self._deliver(channel, at + 4, end))
         elif method in _CONFIRMS:
             if end - at != _CONFIRM_SIZE:
                 raise FrameError(f"expected a confirm of {_CONFIRM_SIZE} bytes, found {end - at}")
@@ -229,14 +267,14 @@ class FrameReader:
                 self._contents.pop(channel, None)
             events.append(Called(channel, read_method(bytes(self._view[at - 7 : end + 1]))))
 
-    def _deliver(self, channel: int, at: int, end: int) -> _Content:
+    def _deliver(self, channel: int, at: int, end: int) -> Delivered:
         buffer, view = self._buffer, self._view
         at += 1 + buffer[at]  # the consumer tag: each consumer has a channel of its own
         if end - at < 11:
             raise FrameError("expected a delivery, found a method that ends within it")
         tag, bits = _TAG_AND_BITS.unpack_from(buffer, at)
         exchange, key = _exchange_and_key(bytes(view[at + 9 : end]))
-        return _Content(Delivered(channel, tag, bits & 1 == 1, exchange, key))
+        return Delivered(channel, tag, bits & 1 == 1, exchange, key)
 
     def _return(self, channel: int, at: int, end: int) -> _Content:
         code: int = _U16.unpack_from(self._buffer, at)[0]
