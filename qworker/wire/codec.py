@@ -4,7 +4,8 @@
 InvalidInput, whose text names fields, types and sizes, but never the values that were sent: it travels
 back over the network and into logs. Tensors come out as views into the body, never as copies.
 
-msgspec decodes (typed, so that what does not fit is not built) and msgpack encodes.
+msgspec decodes (typed, so that what does not fit is not built) and encodes; msgpack puts together what has large
+tensors, in parts.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ LARGE_TENSOR_BYTES = 64 << 10
 """From here on a tensor is worth a part of its own in ``result_body``."""
 _TENSOR_KEYS = frozenset(("inputs", "outputs"))
 _Packer = cast("Callable[[], Any]", msgpack.Packer)
-_packb = cast("Callable[[object], bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]  # untyped
+_packb = msgspec.msgpack.Encoder().encode
 
 Scalar = str | bool | int | float
 
@@ -350,9 +351,13 @@ def _result_form(result: Result, kind: Kind) -> dict[str, Any]:
 
 def result_body(result: Result, content_type: str = MSGPACK) -> bytes | list[bytes | memoryview]:
     """``encode_result``, in parts where tensors are large: those stay where they are."""
-    if body_kind(content_type, b"") == JSON or sum(t.array.nbytes for t in result.outputs) < LARGE_TENSOR_BYTES:
-        return encode_result(result, content_type)
-    return _encode_in_parts(_result_form(result, MSGPACK))
+    if body_kind(content_type, b"") == JSON:
+        return encode_result(result, JSON)
+    form = _result_form(result, MSGPACK)
+    for tensor in result.outputs:
+        if tensor.array.nbytes >= LARGE_TENSOR_BYTES:
+            return _encode_in_parts(form)
+    return _encode(form, MSGPACK)
 
 
 def encode_failure(failure: Failure, content_type: str = MSGPACK) -> bytes:

@@ -28,6 +28,7 @@ _BYTES_LIST = msgspec.msgpack.Decoder(list[bytes])
 _JSON_OPENING = re.compile(rb"\s*\[\s*(\[)?")
 _JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 _EMPTY_JSON_BYTES = 64 << 10
+_SMALL_BYTES = 8 << 10
 
 Shape = tuple[int, ...]
 
@@ -165,12 +166,13 @@ def _kind(first: int) -> str:
     return "nil" if first == 0xC0 else "a single value"
 
 
-def write_msgpack(tensor: Tensor) -> memoryview | list[bytes]:
+def write_msgpack(tensor: Tensor) -> bytes | memoryview | list[bytes]:
     """What MessagePack packs as the ``data`` of ``tensor``."""
     array = _checked(tensor)
     if tensor.datatype == BYTES:
         return [to_bytes(element) for element in array.reshape(-1).tolist()]
-    return array.reshape(-1).view(np.uint8).data
+    # a view costs more than a small copy
+    return array.tobytes() if array.nbytes <= _SMALL_BYTES else array.reshape(-1).view(np.uint8).data
 
 
 def write_json(tensor: Tensor) -> list[Any]:
@@ -192,6 +194,8 @@ def write_json(tensor: Tensor) -> list[Any]:
 
 def _checked(tensor: Tensor) -> NDArray[Any]:
     dtype = dtype_of(tensor.datatype)
+    if tensor.array.dtype == dtype and tensor.array.flags.c_contiguous:
+        return tensor.array
     if tensor.array.dtype != dtype and tensor.array.dtype.newbyteorder("<") != dtype:
         raise InvalidInput(
             f"tensor {shown(tensor.name)}: {tensor.datatype} is held in an array of {dtype}; "

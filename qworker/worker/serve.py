@@ -148,7 +148,17 @@ class Server:
 class _JobInHand:
     """One delivery, from its coming to its settling."""
 
-    __slots__ = ("_deadline", "_delivery", "_job_id", "_received", "_server", "_serving", "_session", "_started")
+    __slots__ = (
+        "_deadline",  # unix seconds after which nobody wants the answer, or None
+        "_delivery",
+        "_job_id",
+        "_published",  # unix seconds at which the publisher says that it published, or None
+        "_received",
+        "_server",
+        "_serving",
+        "_session",
+        "_started",
+    )
 
     _serving: Serving
     _started: float
@@ -157,9 +167,16 @@ class _JobInHand:
         self._server = server
         self._session = session
         self._delivery = delivery
-        self._job_id = delivery.properties.message_id or ""
+        properties = delivery.properties
+        self._job_id = properties.message_id or ""
         self._received = time.time()
-        self._deadline = _deadline(delivery)
+        headers = properties.headers
+        deadline, published = headers.get(DEADLINE_HEADER), headers.get(PUBLISHED_HEADER)
+        self._deadline = deadline / 1000 if type(deadline) is int else None
+        if type(published) is int:
+            self._published = published / 1000
+        else:
+            self._published = None if properties.timestamp_ms is None else properties.timestamp_ms / 1000
 
     def begin(self) -> None:
         server, delivery = self._server, self._delivery
@@ -198,7 +215,7 @@ class _JobInHand:
 
     def _result(self, outputs: list[Tensor], run_seconds: float) -> Result:
         serving = self._serving
-        published = _published(self._delivery)
+        published = self._published
         waited = time.perf_counter() - self._started - run_seconds
         timing = {
             "queue": max(0.0, self._received - published) if published is not None else 0.0,
@@ -235,18 +252,3 @@ class _JobInHand:
 
 async def _raise(bug: BaseException) -> None:
     raise bug
-
-
-def _published(delivery: Delivery) -> float | None:
-    """Unix seconds at which the publisher says that it published."""
-    stamp = delivery.properties.headers.get(PUBLISHED_HEADER)
-    if isinstance(stamp, int) and not isinstance(stamp, bool):
-        return stamp / 1000
-    whole = delivery.properties.timestamp_ms
-    return None if whole is None else whole / 1000
-
-
-def _deadline(delivery: Delivery) -> float | None:
-    """Unix seconds after which nobody wants the answer."""
-    deadline = delivery.properties.headers.get(DEADLINE_HEADER)
-    return deadline / 1000 if isinstance(deadline, int) and not isinstance(deadline, bool) else None

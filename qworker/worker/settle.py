@@ -83,7 +83,8 @@ class Settler:
         asked = delivery.properties
         if not isinstance(verdict, Result):
             return False
-        outcome = _RESULT_OUTCOMES[ReplyTo.of(asked.reply_to)]
+        reply_to = ReplyTo.of(asked.reply_to)
+        outcome = _RESULT_OUTCOMES[reply_to]
         content_type = reply_kind(asked.content_type, delivery.body)
         if outcome.mandatory or content_type == JSON:
             return False  # a return takes its time, and so does text
@@ -103,7 +104,7 @@ class Settler:
         except (ResultTooLarge, InvalidInput):
             return False
         exchange, key = (RESULTS, model) if outcome.to is To.RESULTS else ("", asked.reply_to or "")
-        envelope = _envelope(verdict.id, asked, content_type)
+        envelope = _envelope(verdict.id, asked, content_type, reply_to)
         if not session.send(exchange, key, body, envelope, told):
             return False
         self._counters.jobs_answered += 1
@@ -160,7 +161,7 @@ class Settler:
             self._counters.jobs_failed += 1
             log.info("job.failed", model=model, job_id=job_id, code=verdict.code, reason=str(verdict))
         exchange, key = (RESULTS, model) if outcome.to is To.RESULTS else ("", asked.reply_to or "")
-        reply = _envelope(job_id, asked, content_type)
+        reply = _envelope(job_id, asked, content_type, ReplyTo.of(asked.reply_to))
         await session.publish(exchange, key, body, reply, mandatory=outcome.mandatory)
 
     async def _encode(self, result: Result, content_type: str) -> Body:
@@ -215,12 +216,12 @@ class Settler:
         await session.publish(DEAD, model, delivery.body, letter)
 
 
-def _envelope(job_id: str, asked: Properties, content_type: str) -> Properties:
+def _envelope(job_id: str, asked: Properties, content_type: str, reply_to: ReplyTo) -> Properties:
     """The answer's, to a job with the envelope ``asked``."""
     return Properties(
         message_id=job_id or None,
         correlation_id=asked.correlation_id or job_id or None,
         content_type=content_type,
         timestamp_ms=int(time.time() * 1000),
-        persistent=ReplyTo.of(asked.reply_to) is not ReplyTo.DIRECT,
+        persistent=reply_to is not ReplyTo.DIRECT,
     )

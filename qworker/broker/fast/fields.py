@@ -193,8 +193,11 @@ def write_table(table: Mapping[str, Any]) -> bytes:
     """Encode a field table, length prefix included. Raises EncodeError."""
     out: list[bytes] = []
     for key, value in table.items():
-        out.append(short_string(key, "header name"))
-        out.append(_write_value(value, 0))
+        out.append(_repeated_short_string(key, "header name"))
+        if type(value) is int and 0x7FFFFFFF < value <= 0x7FFFFFFFFFFFFFFF:  # our own headers are times
+            out.append(_TAGGED_I64.pack(b"l", value))
+        else:
+            out.append(_write_value(value, 0))
     entries = b"".join(out)
     return _U32.pack(len(entries)) + entries
 
@@ -259,9 +262,10 @@ def short_string(value: str, what: str) -> bytes:
     raw = value.encode("utf-8", "surrogateescape")
     if len(raw) > 255:
         raise EncodeError(f"expected a {what} of at most 255 bytes, found {len(raw)}")
-    return bytes((len(raw),)) + raw
+    return _LENGTHS[len(raw)] + raw
 
 
+_LENGTHS: Final = tuple(bytes((length,)) for length in range(256))
 _repeated_short_string = lru_cache(maxsize=1024)(short_string)  # one for all jobs of a caller
 
 
@@ -325,7 +329,8 @@ def _read_properties(raw: Octets, at: int, end: int) -> Properties:  # noqa: C90
     persistent = False
     headers: Mapping[str, Any] | None = None
     if flags & 0x8000:
-        content_type, at = _repeated_short(raw, at, "replace")
+        start, at = at + 1, at + 1 + raw[at]
+        content_type = _decoded(bytes(raw[start:at]), "replace")
     if flags & 0x4000:
         at += 1 + raw[at]
     if flags & 0x2000:
@@ -344,33 +349,35 @@ def _read_properties(raw: Octets, at: int, end: int) -> Properties:  # noqa: C90
         priority = raw[at]
         at += 1
     if flags & 0x0400:
-        correlation_id, at = _short(raw, at, "surrogateescape")
+        start, at = at + 1, at + 1 + raw[at]
+        correlation_id = raw[start:at].decode("utf-8", "surrogateescape")
     if flags & 0x0200:
-        reply_to, at = _repeated_short(raw, at, "surrogateescape")
+        start, at = at + 1, at + 1 + raw[at]
+        reply_to = _decoded(bytes(raw[start:at]), "surrogateescape")
     if flags & 0x0100:
         expiration, at = _short(raw, at, "replace")
     if flags & 0x0080:
-        message_id, at = _short(raw, at, "replace")
+        start, at = at + 1, at + 1 + raw[at]
+        message_id = raw[start:at].decode("utf-8", "replace")
     if flags & 0x0040:
         timestamp = _U64.unpack_from(raw, at)[0]
         at += 8
-    for flag in (0x0020, 0x0010, 0x0008, 0x0004):  # type, user id, app id, cluster id: nothing of ours
-        if flags & flag:
-            at += 1 + raw[at]
+    if flags & 0x003C:  # type, user id, app id, cluster id: nothing of ours
+        for flag in (0x0020, 0x0010, 0x0008, 0x0004):
+            if flags & flag:
+                at += 1 + raw[at]
     if at > end:
         raise FrameError("expected message properties, found a content header that ends within them")
     return Properties(
-        message_id=message_id,
-        correlation_id=correlation_id,
-        reply_to=reply_to,
-        content_type=content_type,
-        expiration_ms=int(expiration)
-        if expiration is not None and expiration.isascii() and expiration.isdecimal()
-        else None,
-        timestamp_ms=_milliseconds(timestamp),
-        priority=priority,
-        persistent=persistent,
-        headers=headers if headers is not None else {},
+        message_id,
+        correlation_id,
+        reply_to,
+        content_type,
+        int(expiration) if expiration is not None and expiration.isascii() and expiration.isdecimal() else None,
+        _milliseconds(timestamp),
+        priority,
+        persistent,
+        headers if headers is not None else {},
     )
 
 
@@ -378,12 +385,6 @@ def _short(raw: Octets, at: int, errors: str) -> tuple[str, int]:
     start = at + 1
     after = start + raw[at]
     return str(raw[start:after], "utf-8", errors), after
-
-
-def _repeated_short(raw: Octets, at: int, errors: str) -> tuple[str, int]:
-    """``_short`` for what is the same in many messages."""
-    after = at + 1 + raw[at]
-    return _decoded(bytes(raw[at + 1 : after]), errors), after
 
 
 @lru_cache(maxsize=1024)

@@ -386,7 +386,7 @@ def write_publish(
     Raises EncodeError.
     """
     parts: Sequence[Buffer] = (body,) if isinstance(body, bytes) else body
-    size = sum(map(len, parts))
+    size = len(body) if isinstance(body, bytes) else sum(map(len, parts))
     values = write_properties(properties, reply_to)
     room = frame_max - _OVERHEAD
     if 12 + len(values) > room:

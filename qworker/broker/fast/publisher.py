@@ -22,11 +22,15 @@ from qworker.errors import BrokerError, BrokerRefused, BrokerUnavailable, Publis
 _LOG = logging.getLogger(__name__)
 _ATTEMPTS: Final = 5
 _INTERNAL_ERROR: Final = 541
-_is_well_formed = lru_cache(maxsize=1024)(is_well_formed)  # a requester keeps its name for all its requests
 _MAX_SIZE: Final = re.compile(r"message size \d+ .*?max size (\d+)")
 _EXCHANGE: Final = re.compile(r"(?:no|access to) exchange '([^']*)'")
 
 _MandatoryKey = tuple[str, str, str | None]
+
+
+@lru_cache(maxsize=4096)  # a requester keeps its name for all its requests
+def _is_harmless(routing_key: str) -> bool:
+    return not is_direct_reply("", routing_key) or is_well_formed(routing_key)
 
 
 class Outgoing:
@@ -149,9 +153,7 @@ class Publisher:
 
     def _may_answer(self, routing_key: str) -> bool:
         """False for a direct reply whose name would end the connection."""
-        if not is_direct_reply("", routing_key):
-            return True
-        return _is_well_formed(routing_key) and not self._suspects.is_convicted(routing_key)
+        return _is_harmless(routing_key) and not self._suspects.is_convicted(routing_key)
 
     async def publish(
         self, exchange: str, routing_key: str, body: Body, properties: Properties, *, mandatory: bool = False
