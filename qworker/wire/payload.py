@@ -75,6 +75,8 @@ def _read_bytes_list(where: str, shape: Shape, count: int, view: memoryview, fir
         return bytes_array(_BYTES_LIST.decode(view), shape)
     except msgspec.ValidationError as exc:
         raise InvalidInput(f"{where}: each BYTES element must be a bin: {exc}: pack bytes, not text") from exc
+    except msgspec.DecodeError as exc:
+        raise InvalidInput(f"{where}: expected an array of bin; found broken MessagePack: check the encoder") from exc
 
 
 def read_json(where: str, datatype: str, shape: Shape, count: int, raw: msgspec.Raw, *, nulls: bool) -> NDArray[Any]:
@@ -135,6 +137,8 @@ def _parse_json(where: str, datatype: str, depth: int, text: bytes, nulls: bool)
         return _json_decoder(dtype_of(datatype).kind, depth, nulls).decode(text)
     except msgspec.ValidationError as exc:
         raise InvalidInput(f"{where}: the data does not fit {datatype} and its shape: {exc}: correct it") from exc
+    except msgspec.DecodeError as exc:  # whoever cut the element out of the body did not look into its strings
+        raise InvalidInput(f"{where}: expected {datatype} data as JSON in UTF-8; found other bytes: correct it") from exc
 
 
 @lru_cache(maxsize=512)

@@ -130,6 +130,10 @@ MALFORMED = {
     "JSON map as data": (_json(data={"a": SECRET}), "expected data as a list"),
     "JSON bytes unlike the shape": (_json(datatype="BYTES", data=[SECRET]), "has 2 elements; found 1"),
     "JSON data of an empty tensor": (_json(shape=[0, 2], data=[[1, 2]]), "disagrees"),
+    "JSON bytes that are no UTF-8": (
+        _json(datatype="BYTES", data=["~", ""]).replace(b"~", b"\xff\xfe"),
+        "'x'.*UTF-8",
+    ),
     "JSON lone surrogate": (_json(datatype="BYTES", data=["\ud800", ""]), "application/json|truncated"),
 }  # fmt: skip
 
