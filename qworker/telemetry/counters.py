@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
+
+from qworker.telemetry.measures import Measures
 
 
 @dataclass(slots=True)
@@ -11,7 +13,9 @@ class Counters:
 
     loads: int = 0
     load_failures: int = 0
+    unloads: int = 0
     evictions: int = 0
+    evicted_bytes: int = 0
     revivals: int = 0
     hints: int = 0
     hints_stale: int = 0
@@ -20,6 +24,8 @@ class Counters:
     jobs_failed: int = 0
     jobs_dead_lettered: int = 0
     jobs_given_back: int = 0
+    redeliveries: int = 0
+    """Jobs that came here after another delivery of them had no outcome."""
     runs: int = 0
     """Of engines; less than the jobs where several shared one."""
     jobs_together: int = 0
@@ -27,6 +33,9 @@ class Counters:
     batches_split: int = 0
     """Runs that failed as a whole and were done again in halves."""
     reconnects: int = 0
+    measures: Measures = field(default_factory=Measures)
+    """What is more than a count. Here, since whoever measures has the counters at hand."""
 
     def as_dict(self) -> dict[str, int]:
-        return asdict(self)
+        """The counts, without the measures."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "measures"}

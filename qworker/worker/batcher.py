@@ -203,6 +203,9 @@ class Batcher:
             self._table.arrived(asyncio.get_running_loop().time())
             for key, rows, seconds in report.runs:
                 self._table.ran(key, rows, seconds)
+                if self._together:
+                    self._counters.measures.rows.observe(rows)
+                    self._counters.measures.fill.observe(rows / self._rules.max_rows)
             for key, harmless_apart in report.broken:
                 self._counters.batches_split += 1
                 if harmless_apart:

@@ -116,7 +116,8 @@ class HotModel:
         parts.zone.enter(self.model, self)
         try:
             async with asyncio.TaskGroup() as jobs:
-                self._server = Server(self.model, parts.zone, parts.settler, jobs, parts.limits)
+                measured = parts.counters.measures.of(self.model)
+                self._server = Server(self.model, parts.zone, parts.settler, jobs, parts.limits, measured)
                 while self.claim.step is not Step.DONE:
                     await self._advance()
                 if self._stopped:  # not before the lease is free: others would find it taken and drop the hint
@@ -129,6 +130,8 @@ class HotModel:
         log.info("model.evicted", model=self.model, forced=forced, reason=reason)
         if not self._draining:
             self._parts.counters.evictions += 1
+            if self._loaded is not None:
+                self._parts.counters.evicted_bytes += self._loaded.card.resident_bytes
         self._draining = True
         self._go(forced=forced)
 
@@ -172,7 +175,9 @@ class HotModel:
         if session is None or (self._leaving and not self.claim.loaded):
             return Outcome.LEAVE
         self._session = session
-        return Outcome.GOT if await session.lease(self._lease_queue()) else Outcome.TAKEN
+        outcome = Outcome.GOT if await session.lease(self._lease_queue()) else Outcome.TAKEN
+        self._parts.counters.measures.leases[outcome] += 1
+        return outcome
 
     async def _announce(self) -> Outcome:
         session = self._on_session()
@@ -213,6 +218,7 @@ class HotModel:
             loaded = await parts.loader.load(card)
         except NoRoom as error:
             log.warning("model.no_room", model=self.model, reason=str(error))
+            parts.counters.measures.load_failures["no_room"] += 1
             return Outcome.GAVE_UP
         except ModelTooLarge as error:
             return self._refuse(error)
@@ -240,6 +246,7 @@ class HotModel:
     def _load_failed(self, known_as: str, error: QworkerError, *, at_fault: bool) -> Outcome:
         parts = self._parts
         parts.counters.load_failures += 1
+        parts.counters.measures.load_failures[error.code] += 1
         reason = f"{self.model} cannot be loaded: {error}"
         known = parts.history.failed(known_as, parts.clock(), refuse=at_fault, reason=reason)
         log.error("model.load_failed", model=self.model, attempts=known.attempts, reason=str(error))

@@ -7,6 +7,7 @@ Every stage that fails gives back what the stages before it took.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -81,7 +82,8 @@ class Loader:
 
     async def card(self, model: str) -> Card:
         """Raises ModelNotFound, CorruptModel, StoreError."""
-        return await self._in_thread(lambda: self._store.card(model))
+        with self._counters.measures.stage("card"):
+            return await self._in_thread(lambda: self._store.card(model))
 
     async def load(self, card: Card) -> Loaded:
         """A warm engine. From here its bytes are held until the caller unloads it.
@@ -89,15 +91,20 @@ class Loader:
         Raises CorruptModel and LoadFailed (this file will not load), StoreError (it may later), NoRoom,
         ModelTooLarge.
         """
-        found = await self._in_thread(lambda: self._store.fetch(card))
+        measures = self._counters.measures
+        with measures.stage("fetch"):
+            found = await self._in_thread(lambda: self._store.fetch(card))
         source, sample = [_source(card, found)], found.sample
         del found  # the file's bytes live in ``source`` alone, and leave it with the load
         nbytes = max(card.resident_bytes, self._measured.get(card.digest, 0))
-        if not await self._zone.room(card.model, nbytes, within=self._claim_timeout, kind=card.backend):
-            raise NoRoom(f"{card.model} needs {nbytes} bytes, and they were not free in {self._claim_timeout:g} s")
+        with measures.stage("room"):
+            if not await self._zone.room(card.model, nbytes, within=self._claim_timeout, kind=card.backend):
+                raise NoRoom(f"{card.model} needs {nbytes} bytes, and they were not free in {self._claim_timeout:g} s")
+        asked = self._clock()
         try:
             overshoot = max(0, (card.peak_bytes or 0) - nbytes)
             async with self._slots, self._headroom.hold(overshoot):
+                measures.stages["slot"].observe(self._clock() - asked)
                 return await self._load_booked(card, source, sample, nbytes)
         except BaseException:
             # Whatever went wrong, the bytes are free again: an engine that was made has been closed, or will
@@ -111,11 +118,14 @@ class Loader:
         before = backend.used_bytes()
         await self._in_thread(lambda: _free(backend, engine))
         self._zone.gone(card.model)
+        self._counters.unloads += 1
+        self._counters.measures.unloaded(card.model)
         log.info("model.unloaded", model=card.model, bytes_returned=before - backend.used_bytes())
 
     async def _load_booked(self, card: Card, source: list[ModelSource], sample: Path | None, nbytes: int) -> Loaded:
         backend = self._backend(card)
         self._in_progress += 1
+        self._counters.measures.loading += 1
         alone = self._in_progress == 1
         before, started = backend.used_bytes(), self._clock()
         try:
@@ -123,6 +133,7 @@ class Loader:
             alone = alone and self._in_progress == 1
         finally:
             self._in_progress -= 1
+            self._counters.measures.loading -= 1
         seconds = self._clock() - started
         try:
             self._check_size(card, nbytes, backend.used_bytes() - before if alone else None)
@@ -131,6 +142,7 @@ class Loader:
             raise
         self._zone.loaded(card.model, seconds)
         self._counters.loads += 1
+        self._counters.measures.loaded(card.model, seconds)
         log.info("model.loaded", model=card.model, version=card.version, seconds=round(seconds, 4), bytes=nbytes)
         return Loaded(engine, card, seconds)
 
@@ -138,8 +150,12 @@ class Loader:
         """Load and warm up in a thread. Raises LoadFailed."""
         backend = self._backend(card)
 
+        marks: list[float] = []
+
         def make() -> Engine:
+            marks.append(time.perf_counter())
             engine = backend.load(source.pop())
+            marks.append(time.perf_counter())
             try:
                 if sample is not None:
                     with np.load(sample, allow_pickle=False) as arrays:
@@ -148,6 +164,7 @@ class Loader:
                     backend.warm_up(engine, None)
                 # else the probe found no inputs that suit it: the first job warms it up
                 backend.trim()
+                marks.append(time.perf_counter())
             except JobError as error:
                 engine.close()
                 raise LoadFailed(f"{card.model} loads, but does not run on its warm-up sample: {error}") from error
@@ -158,7 +175,9 @@ class Loader:
 
         future = self._threads.submit(make)
         try:
-            return await self._made(card, asyncio.wrap_future(future))
+            engine = await self._made(card, asyncio.wrap_future(future))
+            self._counters.measures.made(marks)
+            return engine
         except asyncio.CancelledError:
             future.add_done_callback(_close_abandoned)
             raise

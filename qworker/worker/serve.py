@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from qworker.broker.base import Delivery, Session
 from qworker.errors import InvalidInput, JobError
 from qworker.store.card import Card
+from qworker.telemetry.measures import ModelMeasures
 from qworker.wire.codec import decode_job, reply_kind
 from qworker.wire.limits import Limits
 from qworker.wire.messages import JSON, Job, Result, Tensor
@@ -58,8 +59,10 @@ class Server:
         settler: Settler,
         tasks: asyncio.TaskGroup,
         limits: Limits,
+        measured: ModelMeasures | None = None,
     ) -> None:
         self.model = model
+        self.measured = measured or ModelMeasures()
         self.in_hand = 0
         self.window = 0
         self.serving: Serving | JobError | None = None
@@ -224,6 +227,7 @@ class _JobInHand:
         }
         if published is not None and published < serving.since:
             timing["load"] = serving.load_seconds  # the job was there before the model was
+        self._server.measured.job(timing["queue"], timing["wait"], run_seconds, cold="load" in timing)
         return Result(self._job_id, self._server.model, serving.card.version, tuple(outputs), timing)
 
     def _end(self, verdict: Result | JobError) -> None:

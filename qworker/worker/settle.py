@@ -48,6 +48,8 @@ class Settler:
     def check_attempts(self, delivery: Delivery) -> None:
         """Raises PoisonJob when the job has been delivered too often to run it once more."""
         tried = attempts(delivery.properties.headers, delivery.redelivered)
+        if tried > 1:
+            self._counters.redeliveries += 1
         if on_arrival(attempts=tried, max_attempts=self._max_attempts) is not None:
             raise PoisonJob(
                 f"the job was delivered {tried} times without an outcome (max_attempts is {self._max_attempts}): "
@@ -89,8 +91,13 @@ class Settler:
         if outcome.mandatory or content_type == JSON:
             return False  # a return takes its time, and so does text
 
+        measures = self._counters.measures
+        sent = time.perf_counter()
+
         def told(error: BrokerError | None) -> None:
+            measures.unconfirmed -= 1
             if error is None:
+                measures.publish.observe(time.perf_counter() - sent)
                 ended(delivery.ack_soon())
             elif isinstance(error, BrokerUnavailable):
                 self._lost(model, delivery, error)
@@ -107,6 +114,7 @@ class Settler:
         envelope = _envelope(verdict.id, asked, content_type, reply_to)
         if not session.send(exchange, key, body, envelope, told):
             return False
+        measures.unconfirmed += 1
         self._counters.jobs_answered += 1
         return True
 
@@ -159,10 +167,13 @@ class Settler:
         else:
             body = encode_failure(Failure.of(job_id, model, verdict), content_type)
             self._counters.jobs_failed += 1
+            self._counters.measures.failures[verdict.code] += 1
             log.info("job.failed", model=model, job_id=job_id, code=verdict.code, reason=str(verdict))
         exchange, key = (RESULTS, model) if outcome.to is To.RESULTS else ("", asked.reply_to or "")
         reply = _envelope(job_id, asked, content_type, ReplyTo.of(asked.reply_to))
+        sent = time.perf_counter()
         await session.publish(exchange, key, body, reply, mandatory=outcome.mandatory)
+        self._counters.measures.publish.observe(time.perf_counter() - sent)
 
     async def _encode(self, result: Result, content_type: str) -> Body:
         """Raises ResultTooLarge, and InvalidInput for a result that JSON cannot carry."""
@@ -190,6 +201,7 @@ class Settler:
     ) -> None:
         """Publish the job as it came to the dead-letter exchange, with why, where, when and how often."""
         self._counters.jobs_dead_lettered += 1
+        self._counters.measures.dead_letters[cause] += 1
         asked = delivery.properties
         why = "the reply queue is gone" if isinstance(verdict, Result) else str(verdict)
         log.warning("job.dead_lettered", model=model, job_id=asked.message_id, cause=cause, reason=why)

@@ -63,11 +63,18 @@ class Sweeper:
         await session.declare(Binding(EVENTS, SWEEPER, claimed("#")))
         await session.consume(SWEEPER, self._news.append, prefetch=NEWS_PREFETCH)
         log.info("sweeper.elected")
+        measures = self._counters.measures
+        measures.sweeping = True
         try:
             while True:
+                started = self._clock()
                 await self.sweep(session)
+                measures.sweeps += 1
+                measures.sweep_seconds += self._clock() - started
+                measures.depths = self._lanes
                 await asyncio.sleep(self._interval)
         finally:
+            measures.sweeping, measures.depths = False, {}
             if session.is_open:
                 await session.release(SWEEPER)  # a worker that stops lets another one sweep at once
 

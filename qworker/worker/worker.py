@@ -258,6 +258,7 @@ class Worker:
                     "key": row.key,
                     "in_hand": row.in_hand,
                     "pinned": row.pinned,
+                    "seconds": round(self._clock() - row.since, 3),
                 }
                 for row in self.zone.rows()
             ],
