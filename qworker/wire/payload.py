@@ -138,7 +138,9 @@ def _parse_json(where: str, datatype: str, depth: int, text: bytes, nulls: bool)
     except msgspec.ValidationError as exc:
         raise InvalidInput(f"{where}: the data does not fit {datatype} and its shape: {exc}: correct it") from exc
     except msgspec.DecodeError as exc:  # whoever cut the element out of the body did not look into its strings
-        raise InvalidInput(f"{where}: expected {datatype} data as JSON in UTF-8; found other bytes: correct it") from exc
+        raise InvalidInput(
+            f"{where}: expected {datatype} data as JSON in UTF-8; found other bytes: correct it"
+        ) from exc
 
 
 @lru_cache(maxsize=512)
