@@ -10,9 +10,10 @@ Every implementation passes ``tests/contract/test_broker.py`` against a real Rab
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -25,6 +26,23 @@ class MessageTooLarge(PublishFailed):
 
     code = "message_too_large"
     retryable = False
+
+
+class ConsumerLost(BrokerError):
+    """The broker ended one subscription and left the session alone: its queue was deleted, or a delivery was held
+    for longer than the broker's ``consumer_timeout``. What was delivered to it is in the queue again."""
+
+    code = "consumer_lost"
+    retryable = True
+
+    @property
+    def ack_timeout(self) -> float | None:
+        """Seconds that the broker lets a delivery be held, where it says that this was the reason."""
+        told = _ACK_TIMEOUT.search(str(self))
+        return int(told[1]) / 1000 if told else None
+
+
+_ACK_TIMEOUT: Final = re.compile(r"delivery acknowledgement .*?timed out.*?(\d+) ms")
 
 
 class Properties(msgspec.Struct, frozen=True):  # two of them a job: a frozen dataclass takes five times as long
@@ -89,6 +107,9 @@ class Delivery(Protocol):
 OnDelivery = Callable[[Delivery], None]
 """Called on the event loop for each delivery; must not block and must not raise."""
 
+OnLost = Callable[[ConsumerLost], None]
+"""Called on the event loop, once, when the broker ends a subscription; must not block and must not raise."""
+
 
 class Consumer(Protocol):
     """A running subscription to one queue, on a channel of its own."""
@@ -143,6 +164,14 @@ class Depth:
     consumers: int
 
 
+@dataclass(frozen=True, slots=True)
+class Outbox:
+    """Publishes that are not confirmed: on their way, or waiting until the broker takes them."""
+
+    messages: int = 0
+    nbytes: int = 0
+
+
 class Session(Protocol):
     """One life of a connection to the broker."""
 
@@ -159,7 +188,14 @@ class Session(Protocol):
 
     @property
     def blocked(self) -> bool:
-        """True while the broker refuses publishes (memory or disk alarm)."""
+        """True while the broker refuses publishes (memory or disk alarm).
+
+        The broker tells a connection only once it publishes: of an alarm that came since, an idle one knows nothing.
+        """
+        ...
+
+    def outbox(self) -> Outbox:
+        """What was published and is not confirmed, now. For people: it counts them one by one."""
         ...
 
     # --- control: RPCs on a control channel, safe to cancel, safe to run at once ---
@@ -197,10 +233,19 @@ class Session(Protocol):
         ...
 
     # --- data ---
-    async def consume(self, queue: str, on_delivery: OnDelivery, *, prefetch: int, priority: int = 0) -> Consumer:
+    async def consume(
+        self,
+        queue: str,
+        on_delivery: OnDelivery,
+        *,
+        prefetch: int,
+        priority: int = 0,
+        on_lost: OnLost | None = None,
+    ) -> Consumer:
         """Subscribe on a channel of its own with its own prefetch.
 
-        A cancel by the broker (queue deleted, consumer timeout) ends the session: the owner re-syncs.
+        When the broker ends the subscription (queue deleted, consumer timeout), its channel is closed and
+        ``on_lost`` is told; without one the session ends, and the owner re-syncs.
         Raises BrokerError(queue missing) when there is no such queue.
         """
         ...

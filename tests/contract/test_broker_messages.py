@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pamqp.header import ContentHeader
 
-from qworker.broker.base import Connector, Delivery, Depth, Properties, Session
+from qworker.broker.base import Connector, ConsumerLost, Delivery, Depth, Properties, Session
 from qworker.broker.reference.reader import decodable_header
 from qworker.errors import BrokerError, BrokerUnavailable, PublishFailed, Unroutable
 from qworker.wire.topology import DIRECT_REPLY_TO, Exchange
@@ -202,6 +202,32 @@ async def test_broker_cancel_ends_the_session(connect: Connect, amqp_url: str) -
     assert reason is not None
     assert "'q'" in str(reason)
     assert other.is_open
+
+
+async def test_broker_cancel_is_told(connect: Connect, amqp_url: str) -> None:
+    """With ``on_lost`` only that consumer ends: its owner is told once, the others go on, and it can be made anew."""
+    session, other = await connect(amqp_url), await connect(amqp_url)
+    await other.declare(classic("q"), classic("beside"))
+    lost: list[ConsumerLost] = []
+    inbox, beside = Inbox(), Inbox()
+    consumer = await session.consume("q", inbox.take, prefetch=1, on_lost=lost.append)
+    await session.consume("beside", beside.take, prefetch=2, on_lost=lost.append)
+    await fill(other, "q", b"1")
+    await wait_until(lambda: len(inbox) == 1)
+    await other.delete_queue("q")
+    await wait_until(lambda: lost)
+    assert "'q'" in str(lost[0])
+    assert lost[0].ack_timeout is None
+    await inbox.deliveries[0].ack()
+    await consumer.cancel()
+    await consumer.close()
+    await other.declare(classic("q"))
+    await session.consume("q", inbox.take, prefetch=1, on_lost=lost.append)
+    await fill(other, "q", b"2")
+    await fill(other, "beside", b"3")
+    await wait_until(lambda: inbox.bodies == [b"1", b"2"] and beside.bodies == [b"3"])
+    assert len(lost) == 1
+    assert session.is_open
 
 
 async def test_a_callback_that_raises_is_not_swallowed(connect: Connect, amqp_url: str) -> None:

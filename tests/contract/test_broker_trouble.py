@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from qworker.broker.base import Connector, MessageTooLarge, Session
+from qworker.broker.base import Connector, ConsumerLost, MessageTooLarge, Session
 from qworker.broker.node import NodeTls, PrivateNode
 from qworker.errors import BrokerRefused, BrokerUnavailable, ConfigError
 from tests.support.broker import PLAIN, Connect, Inbox, classic, fill, outcome, quorum, ready
@@ -25,6 +25,7 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.broker]
 
 _BROKERS_LIMIT = 100_000
+_ACK_TIMEOUT_S = 5
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def tls() -> NodeTls:
 @pytest.fixture(scope="module")
 def shared_node(tls: NodeTls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateNode]:
     """One node for all tests here: a start takes seconds."""
-    conf = [f"max_message_size = {_BROKERS_LIMIT}"]
+    conf = [f"max_message_size = {_BROKERS_LIMIT}", f"consumer_timeout = {_ACK_TIMEOUT_S * 1000}"]
     node = start_node(tmp_path_factory.mktemp("rough"), conf=conf, tls=tls)
     yield node
     node.stop(timeout=10.0)
@@ -69,8 +70,11 @@ async def test_a_blocked_broker_makes_publishes_wait(rough_node: PrivateNode, co
         await wait_until(lambda: time.monotonic() - started > 1.5)  # longer than the confirm time-out
         assert session.is_open
         assert not any(publish.done() for publish in publishes)
+        assert session.outbox().messages == 10
+        assert session.outbox().nbytes == len(b"r") * 5 + len(b"late") * 5
         await asyncio.to_thread(rough_node.ctl, "set_vm_memory_high_watermark", "0.4")
     await wait_until(lambda: not session.blocked)
+    assert session.outbox().messages == 0
     assert await ready(session, "out") == 10
     assert await ready(session, "in") == 0
 
@@ -79,6 +83,36 @@ async def _settled(inbox: Inbox, count: int) -> bool:
     for delivery in inbox.deliveries:
         await delivery.ack()
     return len(inbox) == count
+
+
+async def test_a_delivery_held_for_too_long(rough_node: PrivateNode, connect: Connect) -> None:
+    """The broker's consumer timeout ends one consumer, which is told how long it was; its late ack is harmless.
+
+    The session and its other consumers go on, and the delivery comes again to a new one.
+    """
+    # It looks once a minute unless told otherwise.
+    await asyncio.to_thread(rough_node.ctl, "eval", "application:set_env(rabbit, channel_tick_interval, 1000).")
+    session = await connect(rough_node.url)
+    for left in ("held", "beside"):  # by the other implementation's run
+        await session.delete_queue(left)
+    await session.declare(quorum("held"), quorum("beside"))
+    await fill(session, "held", b"x")
+    inbox, beside = Inbox(), Inbox()
+    lost: list[ConsumerLost] = []
+    await session.consume("held", inbox.take, prefetch=1, on_lost=lost.append)
+    await session.consume("beside", beside.take, prefetch=1, on_lost=lost.append)
+    await wait_until(lambda: lost, 30)
+    (told,) = lost
+    assert told.ack_timeout in (None, _ACK_TIMEOUT_S), "from 4.3 on the broker does not say"
+    await inbox.deliveries[0].ack()
+    await session.consume("held", inbox.take, prefetch=1, on_lost=lost.append)
+    await wait_until(lambda: len(inbox) == 2)
+    assert inbox.deliveries[1].redelivered
+    await inbox.deliveries[1].ack()
+    await fill(session, "beside", b"y")
+    await wait_until(lambda: len(beside) == 1)
+    assert session.is_open
+    assert lost == [told]
 
 
 async def test_a_hung_broker_ends_the_session(rough_node: PrivateNode, connect: Connect) -> None:

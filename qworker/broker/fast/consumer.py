@@ -10,7 +10,7 @@ from pamqp.base import Frame
 from pamqp.commands import Basic
 from pamqp.common import FieldTable
 
-from qworker.broker.base import OnDelivery, Properties
+from qworker.broker.base import ConsumerLost, OnDelivery, OnLost, Properties
 from qworker.broker.fast.channel import ChannelClosed, LinkChannel
 from qworker.broker.fast.frames import Buffer, Delivered, write_ack, write_nack, write_reject
 from qworker.errors import BrokerError, BrokerRefused, BrokerUnavailable
@@ -117,11 +117,14 @@ class FastDelivery:
 class FastConsumer:
     """A running subscription; see ``Consumer``."""
 
-    def __init__(self, queue: str, channel: LinkChannel, host: Host, on_delivery: OnDelivery) -> None:
+    def __init__(
+        self, queue: str, channel: LinkChannel, host: Host, on_delivery: OnDelivery, on_lost: OnLost | None = None
+    ) -> None:
         self.queue = queue
         self._channel = channel
         self._host = host
         self._on_delivery = on_delivery
+        self._on_lost = on_lost
         self._ledger = AckLedger()
         self._held = 0
         self._tag = f"qworker.{channel.number}"
@@ -210,17 +213,28 @@ class FastConsumer:
 
     def _cancelled_by_broker(self, _tag: str) -> None:
         if self._cancelling is None:
-            self._host.fail(
-                BrokerUnavailable(
-                    f"the broker cancelled the consumer of {self.queue!r}: the queue was deleted, or a delivery was "
-                    "held longer than the broker's consumer timeout"
-                )
+            # RabbitMQ 4.3 leaves the channel open and goes on counting the consumer: closed, it counts no more.
+            self._channel.close()
+            self._let_go()
+            self._lost(
+                f"the broker cancelled the consumer of {self.queue!r}: the queue was deleted, or a delivery was "
+                "held longer than the broker's consumer timeout"
             )
 
     def _ended(self, error: BrokerError) -> None:
         self._let_go()
         if self._started and isinstance(error, ChannelClosed):
-            self._host.fail(BrokerUnavailable(f"the broker closed the consumer of {self.queue!r}: {error}"))
+            self._lost(f"the broker closed the consumer of {self.queue!r}: {error}")
+
+    def _lost(self, why: str) -> None:
+        told = self._on_lost
+        if told is None:
+            self._host.fail(BrokerUnavailable(why))
+            return
+        try:
+            told(ConsumerLost(why))
+        except Exception as error:  # noqa: BLE001  # not swallowed: the session ends, and its exit raises it
+            self._host.crash(error)
 
     def _let_go(self) -> None:
         self._host.hold(-self._held)

@@ -11,7 +11,7 @@ from typing import Final
 
 from pamqp.commands import Confirm
 
-from qworker.broker.base import Body, MessageTooLarge, Properties, Told
+from qworker.broker.base import Body, MessageTooLarge, Outbox, Properties, Told
 from qworker.broker.direct_reply import Suspects, is_direct_reply, is_well_formed
 from qworker.broker.fast.channel import ChannelClosed, ConnectionClosed, LinkChannel
 from qworker.broker.fast.fields import EncodeError
@@ -83,6 +83,9 @@ class ConfirmLedger:
         self._pending[self._next] = message
         self._next += 1
 
+    def outbox(self) -> Outbox:
+        return Outbox(len(self._pending), sum(message.size for message in self._pending.values()))
+
     def settle(self, tag: int, *, multiple: bool) -> list[Outgoing]:
         """Take out what a confirm covers. Tags that are settled already, or not yet sent, are none."""
         if not multiple:
@@ -129,6 +132,7 @@ class Publisher:
         self._on_broken = on_broken
         self._ledger = ConfirmLedger()
         self._mandatory: dict[_MandatoryKey, Mandatory] = {}
+        self._waiting = Outbox()  # publishes that the broker does not take now
         self._clock_from = 0.0
         self._loop = asyncio.get_running_loop()
         self.channel = self._open()
@@ -170,7 +174,7 @@ class Publisher:
                 return
         for _ in range(_ATTEMPTS):
             if link.blocked is not None or link.write_paused:
-                await link.wait_writable()
+                await self._wait_writable(size)
             stub = await self._take_key((exchange, routing_key, properties.message_id)) if mandatory else None
             try:
                 if self.channel.error is not None:
@@ -184,6 +188,18 @@ class Publisher:
             else:
                 return
         raise PublishFailed(f"other publishes broke the channel {_ATTEMPTS} times under this one: try again")
+
+    def outbox(self) -> Outbox:
+        """See ``Session.outbox``."""
+        waiting, sent = self._waiting, self._ledger.outbox()
+        return Outbox(waiting.messages + sent.messages, waiting.nbytes + sent.nbytes)
+
+    async def _wait_writable(self, size: int) -> None:
+        self._waiting = Outbox(self._waiting.messages + 1, self._waiting.nbytes + size)
+        try:
+            await self._link.wait_writable()
+        finally:
+            self._waiting = Outbox(self._waiting.messages - 1, self._waiting.nbytes - size)
 
     def _write(
         self,

@@ -16,7 +16,19 @@ from typing import Final
 from pamqp.commands import Basic
 
 from qworker.broker.address import broker_url, shown
-from qworker.broker.base import Body, Consumer, Depth, OnDelivery, OnReply, Properties, RpcChannel, Session, Told
+from qworker.broker.base import (
+    Body,
+    Consumer,
+    Depth,
+    OnDelivery,
+    OnLost,
+    OnReply,
+    Outbox,
+    Properties,
+    RpcChannel,
+    Session,
+    Told,
+)
 from qworker.broker.direct_reply import Suspects
 from qworker.broker.fast.channel import ChannelClosed
 from qworker.broker.fast.consumer import FastConsumer
@@ -168,6 +180,10 @@ class FastSession:
     def blocked(self) -> bool:
         return self._publishing.blocked is not None
 
+    def outbox(self) -> Outbox:
+        waiting = [publisher.outbox() for publisher in self._publishers]
+        return Outbox(sum(each.messages for each in waiting), sum(each.nbytes for each in waiting))
+
     def fail(self, reason: BrokerUnavailable) -> None:
         """End the session at once, for this reason."""
         self._end(reason)
@@ -224,10 +240,18 @@ class FastSession:
 
     # --- data ---
 
-    async def consume(self, queue: str, on_delivery: OnDelivery, *, prefetch: int, priority: int = 0) -> Consumer:
+    async def consume(
+        self,
+        queue: str,
+        on_delivery: OnDelivery,
+        *,
+        prefetch: int,
+        priority: int = 0,
+        on_lost: OnLost | None = None,
+    ) -> Consumer:
         if not 1 <= prefetch <= _MAX_PREFETCH:
             raise ValueError(f"expected a prefetch from 1 to {_MAX_PREFETCH}, found {prefetch}")
-        consumer = FastConsumer(queue, self._consuming.open_channel(), self, on_delivery)
+        consumer = FastConsumer(queue, self._consuming.open_channel(), self, on_delivery, on_lost)
         await consumer.start(prefetch, priority)
         return consumer
 

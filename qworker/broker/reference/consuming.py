@@ -8,7 +8,7 @@ import aiormq
 from aiormq import spec
 from aiormq.abc import AbstractChannel, DeliveredMessage
 
-from qworker.broker.base import OnDelivery, Properties
+from qworker.broker.base import ConsumerLost, OnDelivery, OnLost, Properties
 from qworker.broker.reference.errors import LIBRARY_ERRORS, described, refused
 from qworker.broker.reference.life import Life
 from qworker.broker.reference.link import Link, when_closed
@@ -79,11 +79,12 @@ class AioPikaDelivery:
 
 
 class AioPikaConsumer:
-    """A subscription on a channel of its own. Anything unexpected about that channel ends the session."""
+    """A subscription on a channel of its own. Its unexpected end is told to ``on_lost``, or ends the session."""
 
-    def __init__(self, queue: str, on_delivery: OnDelivery, life: Life) -> None:
+    def __init__(self, queue: str, on_delivery: OnDelivery, life: Life, on_lost: OnLost | None = None) -> None:
         self.queue = queue
         self._on_delivery = on_delivery
+        self._on_lost = on_lost
         self._life = life
         self._channel: AbstractChannel | None = None
         self._tag = ""
@@ -152,12 +153,31 @@ class AioPikaConsumer:
             raise
 
     def _on_broker_cancel(self, _: spec.Basic.Cancel) -> None:
-        self._end(
-            f"the broker cancelled the consumer of {self.queue!r}: the queue was deleted, or a message held too long"
-        )
+        why = f"the broker cancelled the consumer of {self.queue!r}: the queue was deleted, or a message held too long"
+        if self._lost(why):
+            self._life.start(self._close())  # RabbitMQ 4.3 goes on counting the consumer while its channel is open
 
     def _on_channel_closed(self, error: BaseException | None) -> None:
-        self._end(f"the channel that consumed {self.queue!r} was closed: {described(error) if error else 'no reason'}")
+        why = f"the channel that consumed {self.queue!r} was closed: {described(error) if error else 'no reason'}"
+        if not isinstance(error, aiormq.ChannelClosed):
+            self._end(why)  # with its connection
+        else:
+            self._lost(why)
+
+    def _lost(self, why: str) -> bool:
+        """The broker has ended the subscription; False when it is none of ours any more, or the session ends."""
+        if self._closed:
+            return False
+        if self._on_lost is None:
+            self._end(why)
+            return False
+        self._closed = self._cancelled = True
+        try:
+            self._on_lost(ConsumerLost(why))
+        except BaseException as error:
+            self._life.crash(error)
+            raise
+        return True
 
     def _end(self, reason: str) -> None:
         if not self._closed:

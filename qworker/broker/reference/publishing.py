@@ -14,6 +14,7 @@ from aiormq import spec
 from aiormq.abc import DeliveredMessage
 
 from qworker.broker.base import Body, OnReply, Properties, Told
+from qworker.broker.base import Outbox as Unconfirmed
 from qworker.broker.direct_reply import Suspects, is_direct_reply, is_well_formed
 from qworker.broker.reference.errors import ENCODE_ERRORS, is_phantom, is_to_blame, publish_error, too_large
 from qworker.broker.reference.life import Life
@@ -53,6 +54,7 @@ class Outbox:
         self._confirm_timeout = confirm_timeout
         self._max_message_bytes = max_message_bytes
         self._in_flight: dict[object, tuple[float, _Message]] = {}  # in the order of their start
+        self._waiting = Unconfirmed()  # publishes that the broker does not take now
         self._blocked_until = 0.0
         self._look_again = asyncio.Event()
         self._by_message_id: dict[str, asyncio.Future[None]] = {}
@@ -104,11 +106,20 @@ class Outbox:
         # RabbitMQ 3.10 and 4.0 deliver a mandatory direct reply and return it as well.
         return _Message(exchange, routing_key, body, encoded, mandatory and not is_direct_reply(exchange, routing_key))
 
-    async def wait_until_unblocked(self) -> None:
-        """Raises BrokerUnavailable when the session ends first."""
-        while self._life.is_open and self._link.blocked:
-            self._look_again.clear()
-            await self._look_again.wait()
+    def unconfirmed(self) -> Unconfirmed:
+        """See ``Session.outbox``."""
+        sizes = [len(message.body) for _, message in self._in_flight.values()]
+        return Unconfirmed(self._waiting.messages + len(sizes), self._waiting.nbytes + sum(sizes))
+
+    async def wait_until_unblocked(self, size: int) -> None:
+        """``size`` bytes wait. Raises BrokerUnavailable when the session ends first."""
+        self._waiting = Unconfirmed(self._waiting.messages + 1, self._waiting.nbytes + size)
+        try:
+            while self._life.is_open and self._link.blocked:
+                self._look_again.clear()
+                await self._look_again.wait()
+        finally:
+            self._waiting = Unconfirmed(self._waiting.messages - 1, self._waiting.nbytes - size)
         self._life.raise_if_ended()
 
     async def send(self, channel: aiormq.Channel, message: _Message) -> None:
@@ -186,7 +197,7 @@ class Publisher:
         if self._outbox.drops(exchange, routing_key):
             return
         for _ in range(_ATTEMPTS):
-            await self._outbox.wait_until_unblocked()
+            await self._outbox.wait_until_unblocked(len(message.body))
             channel = await self._open_channel()
             try:
                 await self._outbox.send(channel, message)
@@ -228,7 +239,7 @@ class AioPikaRpcChannel:
     async def publish(self, exchange: str, routing_key: str, body: Body, properties: Properties) -> None:
         envelope = msgspec.structs.replace(properties, reply_to=DIRECT_REPLY_TO)
         message = self._outbox.message(exchange, routing_key, body, envelope, mandatory=False)
-        await self._outbox.wait_until_unblocked()
+        await self._outbox.wait_until_unblocked(len(message.body))
         try:
             await self._outbox.send(self._channel, message)
         except aiormq.ChannelClosed as error:

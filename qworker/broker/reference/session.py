@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qworker.broker.address import broker_url, shown
-from qworker.broker.base import Body, Depth, OnDelivery, OnReply, Properties, Told
+from qworker.broker.base import Body, Depth, OnDelivery, OnLost, OnReply, Properties, Told
+from qworker.broker.base import Outbox as Unconfirmed
 from qworker.broker.direct_reply import Suspects
 from qworker.broker.reference.consuming import MAX_PREFETCH, AioPikaConsumer
 from qworker.broker.reference.control import Control
@@ -142,6 +143,9 @@ class AioPikaSession:
     def blocked(self) -> bool:
         return self._publish_link.blocked
 
+    def outbox(self) -> Unconfirmed:
+        return self._outbox.unconfirmed()
+
     # --- control ---
 
     async def declare(self, *entities: Exchange | Queue | Binding) -> None:
@@ -165,11 +169,17 @@ class AioPikaSession:
     # --- data ---
 
     async def consume(
-        self, queue: str, on_delivery: OnDelivery, *, prefetch: int, priority: int = 0
+        self,
+        queue: str,
+        on_delivery: OnDelivery,
+        *,
+        prefetch: int,
+        priority: int = 0,
+        on_lost: OnLost | None = None,
     ) -> AioPikaConsumer:
         if not 1 <= prefetch <= MAX_PREFETCH:
             raise ValueError(f"expected a prefetch from 1 to {MAX_PREFETCH}, found {prefetch}")
-        consumer = AioPikaConsumer(queue, on_delivery, self._life)
+        consumer = AioPikaConsumer(queue, on_delivery, self._life, on_lost)
         try:
             await self._life.run(consumer.start(self._consume_link, prefetch, priority))
         except asyncio.CancelledError:
