@@ -10,7 +10,7 @@ a hop to a thread and back costs as much as running a tiny model.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
@@ -100,14 +100,29 @@ class Batching:
         self._filled: dict[Hashable, _Bucket] = {}  # those with jobs in them
         self._key_of: dict[int, Hashable] = {}  # of waiting jobs
         self._running = 0
+        self._ends: deque[float] = deque()  # when the trips under way are expected to be over
         self._numbers = 0
         self._arrivals = Arrivals()
         self._last = 0.0  # when the last job came
+        self._unknown = _Bucket(RunCost(rules.measured), rules.max_rows == 1)  # what is known of a new bucket
 
     @property
     def waiting(self) -> int:
         """Jobs of which something waits."""
         return len(self._key_of)
+
+    def waits(self, job: int) -> bool:
+        """Whether something of ``job`` waits."""
+        return job in self._key_of
+
+    def expected(self, key: Hashable, rows: int, now: float) -> tuple[float, float]:
+        """Seconds until a job that came now would begin, and those of its own run, by what runs have taken."""
+        most = self._rules.max_rows
+        ahead = sum(end - now for end in self._ends if end > now)
+        for bucket in self._filled.values():
+            ahead += bucket.seconds(most)
+        cost = (self._buckets.get(key) or self._unknown).cost
+        return ahead / self._rules.lanes, -(-rows // most) * cost.fixed + rows * cost.per_row
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -147,6 +162,7 @@ class Batching:
         """A trip is over."""
         self._arrivals.passed(now, busy=True)
         self._running -= 1
+        self._ends.popleft()  # of some trip, which is near enough
 
     # --- decisions -------------------------------------------------------------------------------
 
@@ -163,9 +179,9 @@ class Batching:
         if not self._filled or self._running >= self._rules.lanes:
             return None
         if self._running:
-            return self._take() if self._is_full() else None
+            return self._take(now) if self._is_full() else None
         until = self._worth_waiting(now) if may_come else now
-        return Wait(until) if until > now else self._take()
+        return Wait(until) if until > now else self._take(now)
 
     def _is_full(self) -> bool:
         oldest = self._oldest()
@@ -195,18 +211,20 @@ class Batching:
             return now
         return min(bucket.head().since + self._rules.max_delay, self._last + PATIENCE * gap)
 
-    def _take(self) -> Trip:
+    def _take(self, now: float) -> Trip:
         """The batches of the oldest jobs, as many as are expected to take no longer than a trip may."""
         batches: list[Batch] = []
-        seconds = 0.0
+        seconds = taken = 0.0
         while self._filled:
             bucket = self._oldest()
             rows = sum(row for _, row in self._fitting(bucket))
             seconds += bucket.cost.seconds(rows)
             if batches and seconds > self._rules.trip_seconds:
                 break
+            taken = seconds
             batches.append(self._take_batch(bucket))
         self._running += 1
+        self._ends.append(now + taken)
         return Trip(tuple(batches))
 
     def _take_batch(self, bucket: _Bucket) -> Batch:

@@ -28,7 +28,14 @@ ACTIVATION = "qworker.activation"
 UNROUTABLE = "qworker.unroutable"
 SWEEPER = "qworker.sweeper"
 EVENTS = "qworker.events"
-"""What workers tell each other, by topic: see ``claimed``."""
+"""What workers tell each other, by topic: see ``claimed`` and ``ANSWERED``. Nobody else may publish here."""
+CONTROL = "qworker.control"
+"""Orders to workers, by topic: see ``order_key``."""
+FALLEN = "qworker.fallen"
+"""Where jobs go that the broker itself takes out of a queue: those whose time is over to ``EXPIRED``, the others to
+``DEAD``."""
+EXPIRED = "qworker.expired"
+"""Jobs whose per-message expiration passed while they waited, for a worker to answer."""
 
 DIRECT_REPLY_TO = "amq.rabbitmq.reply-to"
 
@@ -37,25 +44,37 @@ PUBLISHED_HEADER = "x-published"
 DEADLINE_HEADER = "x-deadline"
 """Unix milliseconds after which a job must not run any more."""
 
+BLOBS_HEADER = "x-qworker-blobs"
+"""On a job: where the requester can read tensors that travel beside their message. Without it, none of its
+result does."""
+
 REASON_HEADER = "x-qworker-reason"
 """On a hint: why it was published. Absent on a copy of a job."""
+CAUSE_HEADER = "x-qworker-cause"
+"""On a dead letter: why, as a code. Beside it: ``-reason`` in words, ``-model``, ``-exchange`` (of the lane),
+``-worker``, ``-at`` (unix milliseconds), ``-attempts`` (runs), ``-deliveries`` (as the broker counts them),
+``-requeued`` (how often it was published again), and ``-fingerprint`` where the payload is on record."""
 BACKLOG = "backlog"
 """The reason that asks for one more replica."""
 
-DELIVERY_LIMIT = 20
-"""Deliveries without a settle after which a quorum queue dead-letters by itself: the last resort, far
-above the worker's own ``max_attempts``."""
+DELIVERY_LIMIT = 100
+"""Deliveries without a settle after which a quorum queue dead-letters by itself: the last resort. It counts jobs
+that were merely in hand beside one that ended its worker, so it is far above what workers allow such a one."""
+PEEK_LIMIT = 1_000_000
+"""The same of ``DEAD``: each look at the dead letters delivers all of them, and none may be lost by looking."""
 
 HINT_TTL_MS = 300_000
 HINTS_MAX = 1_000
 HINTS_MAX_BYTES = 64 << 20
 DEAD_TTL_MS = 14 * 86_400_000
+STRIKES_MS = 86_400_000
+MOST_STRIKES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
     name: str
-    type: Literal["topic", "fanout", "direct"]
+    type: Literal["topic", "fanout", "direct", "headers"]
     durable: bool = True
     auto_delete: bool = False
     internal: bool = False
@@ -79,6 +98,7 @@ class Binding:
     destination: str
     routing_key: str
     to_exchange: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 Entity = Exchange | Queue | Binding
@@ -102,16 +122,21 @@ def hot_exchange(model: str, slot: int) -> str:
 def static_topology(queue_type: QueueType) -> tuple[Entity, ...]:
     """What exists once per virtual host, in the order to declare it."""
     return (
+        # The kind of exchange that tells by what the broker writes into a message why it fell out of its queue.
+        Exchange(FALLEN, "headers", internal=True, arguments={"alternate-exchange": DEAD}),
+        Queue(EXPIRED, arguments={"x-queue-type": queue_type}),
+        Binding(FALLEN, EXPIRED, "", arguments={"x-match": "all-with-x", "x-first-death-reason": "expired"}),
         Exchange(UNROUTABLE, "fanout", internal=True),
-        Queue(UNROUTABLE, arguments={"x-queue-type": queue_type}),
+        Queue(UNROUTABLE, arguments={"x-queue-type": queue_type, "x-dead-letter-exchange": FALLEN}),
         Binding(UNROUTABLE, UNROUTABLE, ""),
         Exchange(JOBS, "topic", arguments={"alternate-exchange": UNROUTABLE}),
         Exchange(BATCH, "topic", arguments={"alternate-exchange": UNROUTABLE}),
         Exchange(RESULTS, "topic"),
         Exchange(DEAD, "topic"),
-        Queue(DEAD, arguments={"x-queue-type": queue_type, "x-message-ttl": DEAD_TTL_MS}),
+        Queue(DEAD, arguments=_dead_arguments(queue_type)),
         Binding(DEAD, DEAD, "#"),
         Exchange(EVENTS, "topic"),
+        Exchange(CONTROL, "topic"),
         Exchange(COLD, "fanout"),
         Exchange(PRESENCE, "topic", internal=True, arguments={"alternate-exchange": COLD}),
         Queue(
@@ -128,10 +153,26 @@ def static_topology(queue_type: QueueType) -> tuple[Entity, ...]:
     )
 
 
+def _dead_arguments(queue_type: QueueType) -> dict[str, Any]:
+    limit = {"x-delivery-limit": PEEK_LIMIT} if queue_type == "quorum" else {}
+    return {"x-queue-type": queue_type, "x-message-ttl": DEAD_TTL_MS, **limit}
+
+
+def strike_queue(mark: str) -> Queue:
+    """What is on record of one payload, or one build of a model, that may end workers: a message a strike.
+
+    It is there only while something is on record, and goes when nobody has asked for it for a day.
+    """
+    return Queue(
+        f"qworker.strikes.{mark}",
+        arguments={"x-queue-type": "classic", "x-expires": STRIKES_MS, "x-max-length": MOST_STRIKES},
+    )
+
+
 def lane_topology(lane: Lane, model: str, queue_type: QueueType) -> tuple[Entity, ...]:
     """One model's queue in one lane, always bound: the durable copy of a job never moves."""
     exchange = JOBS if lane == "jobs" else BATCH
-    arguments: dict[str, Any] = {"x-queue-type": queue_type, "x-dead-letter-exchange": DEAD}
+    arguments: dict[str, Any] = {"x-queue-type": queue_type, "x-dead-letter-exchange": FALLEN}
     if queue_type == "quorum":
         arguments["x-delivery-limit"] = DELIVERY_LIMIT
     else:
@@ -151,6 +192,25 @@ def claimed(model: str) -> str:
 
 BATCH_NEWS = b"batch"
 """The body of that news when the model has a batch queue; else it is empty."""
+
+
+ANSWERED = "answered"
+"""The routing key, in ``EVENTS``, of the news which jobs a worker had answered when it lost its connection."""
+
+ALL_WORKERS = "all"
+
+
+def order_key(verb: str, worker: str = ALL_WORKERS) -> str:
+    """The routing key, in ``CONTROL``, of an order to one worker or to all; ``*`` stands for every verb.
+
+    The verb is in the key so that the broker's topic permissions can tell who may give which order.
+    """
+    return f"{verb}.{worker}"
+
+
+def control_queue(instance: str) -> str:
+    """The exclusive queue of one running worker, for orders and for news from other workers."""
+    return f"qworker.control.{instance}"
 
 
 def announcement(model: str, slot: int) -> tuple[Entity, ...]:

@@ -7,14 +7,17 @@ happen in the thread.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from qworker.engine.base import Engine
 from qworker.errors import DeadlineExceeded, InferenceFailed, JobError
 from qworker.policy.batching import Batching, Piece, Rules, Trip, Wait
+from qworker.policy.deadline import Estimate, hopeless
 from qworker.store.card import Card
 from qworker.telemetry.counters import Counters
 from qworker.wire.datatypes import BYTES
@@ -26,6 +29,8 @@ SHARED_BYTES = 4096
 MOST_PREFETCH = 256
 MOST_BYTES_IN_HAND = 64 << 20
 """Of a model's jobs, where their size is known: what comes before its turn lies in memory."""
+EXPIRY_LOOK = 0.25
+"""Seconds between looks for jobs whose deadline has passed while they wait, where jobs have deadlines."""
 
 Answer = asyncio.Future[tuple[list[Tensor], float]]
 """The outputs of a job, and the seconds of the runs that it was part of."""
@@ -35,7 +40,7 @@ _ONE_RUN_EACH = RowAxes({}, {})
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A job on its way. The loop writes all of it; threads read, and see ``dropped`` a moment late."""
+    """A job on its way. The loop writes all of it but ``begun``, which threads set; see ``Batcher._turn``."""
 
     number: int
     job: Job
@@ -44,6 +49,7 @@ class _Entry:
     deadline: float | None
     answer: Answer
     dropped: bool = False
+    begun: bool = False
     parts: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
     rows_done: int = 0
     seconds: float = 0.0
@@ -101,6 +107,9 @@ class Batcher:
         self._table = Batching(self._rules)
         self._entries: dict[int, _Entry] = {}
         self._numbers = 0
+        self._turn = threading.Lock()
+        """Held to set ``begun`` or ``dropped``: a job that was answered for good is never run after that."""
+        self._expiry: asyncio.TimerHandle | None = None
         self._looking = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -118,8 +127,8 @@ class Batcher:
     async def run(self, job: Job, deadline: float | None = None) -> tuple[list[Tensor], float]:
         """The outputs of a job, and the seconds of the runs that it was part of.
 
-        Raises DeadlineExceeded when ``deadline`` (unix seconds) passes before it runs, and what the engine
-        raises for this job alone. Cancelled, it drops out of whatever has not begun.
+        Raises DeadlineExceeded when ``deadline`` (unix seconds) passes before it runs, or would, and what the
+        engine raises for this job alone. Cancelled, it drops out of whatever has not begun.
         """
         entry = self._enter(job, deadline)
         try:
@@ -128,7 +137,10 @@ class Batcher:
             self._forget(entry)
 
     def submit(self, job: Job, deadline: float | None, told: Callable[[Answer], None]) -> None:
-        """``run`` without a coroutine: ``told`` is called with a future that is done."""
+        """``run`` without a coroutine: ``told`` is called with a future that is done.
+
+        Raises DeadlineExceeded where it is plain already that the job cannot be done in time.
+        """
         entry = self._enter(job, deadline)
 
         def answered(answer: Answer) -> None:
@@ -137,11 +149,28 @@ class Batcher:
 
         entry.answer.add_done_callback(answered)
 
+    def job_ids(self) -> list[str]:
+        """Of the jobs that are not answered."""
+        return [entry.job.id for entry in self._entries.values()]
+
+    def cancel(self, job_ids: AbstractSet[str], why: JobError) -> tuple[set[str], set[str]]:
+        """End those of the jobs that have not begun with ``why``. The ids that ended so, and those that run."""
+        ended: set[str] = set()
+        running: set[str] = set()
+        for entry in list(self._entries.values()):
+            if entry.job.id in job_ids:
+                (ended if self._end_early(entry, why) else running).add(entry.job.id)
+        return ended, running
+
     # --- on the loop -----------------------------------------------------------------------------
 
     def _enter(self, job: Job, deadline: float | None) -> _Entry:
         loop = asyncio.get_running_loop()
         rows, key, alone = self._place(job)
+        if deadline is not None:
+            self._check_time(deadline, key, rows, loop.time())
+            if self._expiry is None:
+                self._expiry = loop.call_later(EXPIRY_LOOK, self._end_expired)
         self._numbers += 1
         entry = _Entry(self._numbers, job, rows, key, deadline, loop.create_future())
         self._entries[entry.number] = entry
@@ -161,6 +190,35 @@ class Batcher:
         if rows is None or key is None:
             return 1, ("alone", *(tensor.array.shape for tensor in job.inputs)), True
         return rows, key, False
+
+    def _check_time(self, deadline: float, key: Hashable, rows: int, loop_now: float) -> None:
+        """Raises DeadlineExceeded for a job that cannot be done in time."""
+        queue, run = self._table.expected(key, rows, loop_now)
+        left = deadline - time.time()
+        if queue + run > left and (why := hopeless(left, Estimate(queue, run))) is not None:
+            raise DeadlineExceeded(why)
+
+    def _end_expired(self) -> None:
+        """Answer the jobs whose deadline has passed while they wait; come back while there are others with one."""
+        now = time.time()
+        self._expiry = None
+        for entry in list(self._entries.values()):
+            if entry.deadline is None:
+                continue
+            if entry.deadline < now:
+                self._end_early(entry, expired(entry.deadline, now))
+            elif self._expiry is None:
+                self._expiry = asyncio.get_running_loop().call_later(EXPIRY_LOOK, self._end_expired)
+
+    def _end_early(self, entry: _Entry, why: JobError) -> bool:
+        """End a job that has not begun, or not all of it: what waits does not run. False: all of it runs."""
+        with self._turn:
+            if entry.begun and not self._table.waits(entry.number):
+                return False
+            entry.dropped = True
+        self._table.drop(entry.number)
+        _settle(entry, why)
+        return True
 
     def _forget(self, entry: _Entry) -> None:
         entry.dropped = True
@@ -240,13 +298,15 @@ class Batcher:
     def _run_batch(self, members: Sequence[Member], report: _Report) -> None:
         live: list[Member] = []
         now = time.time()
-        for entry, piece in members:
-            if entry.dropped:
-                continue
-            if entry.deadline is not None and entry.deadline < now:
-                report.failed.append((entry, expired(entry.deadline, now)))
-            else:
-                live.append((entry, piece))
+        with self._turn:
+            for entry, piece in members:
+                if entry.dropped:
+                    continue
+                if entry.deadline is not None and entry.deadline < now:
+                    report.failed.append((entry, expired(entry.deadline, now)))
+                else:
+                    entry.begun = True
+                    live.append((entry, piece))
         if not live:
             return
         failed_before = len(report.failed)

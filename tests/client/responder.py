@@ -123,6 +123,6 @@ def declare(channel: BlockingChannel) -> None:
             )
         elif isinstance(entity, Binding):
             bind = channel.exchange_bind if entity.to_exchange else channel.queue_bind
-            bind(entity.destination, entity.source, entity.routing_key)
+            bind(entity.destination, entity.source, entity.routing_key, arguments=dict(entity.arguments))
         else:
             channel.queue_declare(entity.name, durable=entity.durable, arguments=dict(entity.arguments))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec.structs import replace
 
 from qworker.broker.base import Session
 from qworker.broker.reference.session import AioPikaConnector
@@ -13,6 +14,7 @@ from qworker.wire.topology import (
     BATCH,
     DEAD,
     DELIVERY_LIMIT,
+    EXPIRED,
     JOBS,
     RESULTS,
     UNROUTABLE,
@@ -146,6 +148,23 @@ async def test_rejected_job_is_kept_dead(session: Session) -> None:
     await session.consume(DEAD, dead.take, prefetch=1)
     await wait_until(lambda: len(dead) == 1)
     assert (dead.deliveries[0].body, dead.deliveries[0].routing_key) == (b"bad", "m")
+
+
+async def test_expired_job_is_kept_for_an_answer(session: Session) -> None:
+    """A job that waited for too long leaves its queue, whether anybody consumes it or not, with its envelope."""
+    envelope = replace(PLAIN, message_id="late", reply_to="somebody", expiration_ms=20, headers={"x-mine": 1})
+    await session.publish(JOBS, "m", b"late", envelope, mandatory=True)
+    await session.publish(JOBS, "unknown", b"stray", envelope)
+    inbox = Inbox()
+    await session.consume(EXPIRED, inbox.take, prefetch=10)
+    await wait_until(lambda: len(inbox) == 2)
+    found = {d.routing_key: d for d in inbox.deliveries}
+    assert (found["m"].body, found["unknown"].body) == (b"late", b"stray")
+    properties = found["m"].properties
+    assert (properties.message_id, properties.reply_to, properties.expiration_ms) == ("late", "somebody", None)
+    assert properties.headers["x-mine"] == 1
+    assert properties.headers["x-first-death-reason"] == "expired"
+    assert await ready(session, DEAD) == 0
 
 
 @pytest.mark.parametrize("queue_type", ["quorum"], indirect=True)

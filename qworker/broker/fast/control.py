@@ -195,10 +195,18 @@ def _declaration(entity: Entity) -> Frame:
             )
         case Binding(to_exchange=True):
             return ExchangeMethods.Bind(
-                destination=entity.destination, source=entity.source, routing_key=entity.routing_key
+                destination=entity.destination,
+                source=entity.source,
+                routing_key=entity.routing_key,
+                arguments=cast("FieldTable", dict(entity.arguments)),
             )
         case Binding():
-            return QueueMethods.Bind(queue=entity.destination, exchange=entity.source, routing_key=entity.routing_key)
+            return QueueMethods.Bind(
+                queue=entity.destination,
+                exchange=entity.source,
+                routing_key=entity.routing_key,
+                arguments=cast("FieldTable", dict(entity.arguments)),
+            )
 
 
 def _declare_error(entity: Entity, closed: ChannelClosed) -> BrokerError:

@@ -201,12 +201,16 @@ async def _declare(channel: AbstractChannel, entity: Exchange | Queue | Binding)
                 arguments=_arguments(entity),
             )
         case Binding(to_exchange=True):
-            await channel.exchange_bind(entity.destination, entity.source, entity.routing_key)
+            await channel.exchange_bind(
+                entity.destination, entity.source, entity.routing_key, arguments=_arguments(entity)
+            )
         case Binding():
-            await channel.queue_bind(entity.destination, entity.source, entity.routing_key)
+            await channel.queue_bind(
+                entity.destination, entity.source, entity.routing_key, arguments=_arguments(entity)
+            )
 
 
-def _arguments(entity: Exchange | Queue) -> dict[str, Any]:
+def _arguments(entity: Exchange | Queue | Binding) -> dict[str, Any]:
     return dict(entity.arguments)
 
 
