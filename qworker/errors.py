@@ -67,6 +67,13 @@ class ResultTooLarge(JobError):
     code = "result_too_large"
 
 
+class BlobUnavailable(JobError):
+    """A tensor that travels by reference cannot be read now: the store is away, or no longer has it."""
+
+    code = "blob_unavailable"
+    retryable = True
+
+
 class PoisonJob(JobError):
     """The job was delivered too often without an outcome: it is held to be what ends workers."""
 
@@ -208,3 +215,4 @@ JOB_ERRORS: dict[str, type[JobError]] = {
     )
 }
 """Wire code → class, for the errors that a worker answers with."""
+        BlobUnavailable,

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
 
 import msgpack
 import msgspec
@@ -23,10 +23,11 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from qworker.errors import InvalidInput
 from qworker.wire.datatypes import BYTES, dtype_of
-from qworker.wire.limits import DEFAULT_LIMITS, RANK_CEILING, TENSORS_CEILING, Limits, check_shape
-from qworker.wire.messages import JSON, MSGPACK, Failure, Job, Result, Tensor
+from qworker.wire.limits import DEFAULT_LIMITS, RANK_CEILING, TENSORS_CEILING, Limits, beside, check_shape
+from qworker.wire.messages import JSON, MSGPACK, BlobRef, Failure, Job, Result, Tensor
 from qworker.wire.names import check_job_id, check_tensor_name, check_version, shown
 from qworker.wire.payload import read_json, read_msgpack, write_json, write_msgpack
+from qworker.wire.reference import Referenced, RefForm, check_size, read_blob
 
 Kind = Literal["application/msgpack", "application/json"]
 
@@ -46,7 +47,11 @@ _TENSOR_KEYS = frozenset(("inputs", "outputs"))
 _Packer = cast("Callable[[], Any]", msgpack.Packer)
 _packb = msgspec.msgpack.Encoder().encode
 
+_NOTHING = np.empty(0, np.uint8)
+"""The array of a tensor whose bytes are still to be fetched: nobody gets to see it."""
+
 Scalar = str | bool | int | float
+Blobs = Mapping[BlobRef, memoryview]
 
 
 class _TensorForm(msgspec.Struct, frozen=True, gc=False):
@@ -100,6 +105,10 @@ _TIMINGS: dict[Kind, _Decoder[dict[str, float]]] = {
     MSGPACK: msgspec.msgpack.Decoder(dict[str, float]),
     JSON: msgspec.json.Decoder(dict[str, float]),
 }
+_REFS: dict[Kind, _Decoder[RefForm | None]] = {
+    MSGPACK: msgspec.msgpack.Decoder(RefForm | None),
+    JSON: msgspec.json.Decoder(RefForm | None),
+}
 _PARAMETERS: dict[Kind, _Decoder[dict[str, Scalar]]] = {
     MSGPACK: msgspec.msgpack.Decoder(dict[str, Scalar]),
     JSON: msgspec.json.Decoder(dict[str, Scalar]),
@@ -144,12 +153,19 @@ def _sniffed(body: bytes) -> Kind:
 
 
 def decode_job(
-    body: bytes, content_type: str | None, *, model: str, job_id: str, limits: Limits = DEFAULT_LIMITS
+    body: bytes,
+    content_type: str | None,
+    *,
+    model: str,
+    job_id: str,
+    limits: Limits = DEFAULT_LIMITS,
+    blobs: Blobs | None = None,
 ) -> Job:
     """The job in ``body``, for ``model`` (the routing key). Raises InvalidInput, and nothing else.
 
     ``job_id`` is the message's id; the body's own id counts only where that is empty. Tensors are views
-    into ``body``: read-only, and not always aligned.
+    into ``body``: read-only, and not always aligned. Where some travel beside it, the InvalidInput is Referenced,
+    until it is decoded with ``blobs``: the bytes of each.
     """
     kind = body_kind(content_type, body)
     form = _parse(_JOBS[kind], body, kind, limits)
@@ -162,17 +178,19 @@ def decode_job(
     return Job(
         id=job_id or body_id,
         model=model,
-        inputs=_tensors("input", form.inputs, kind, limits, nulls=False),
+        inputs=_tensors("input", form.inputs, kind, limits, blobs, nulls=False),
         version=None if form.model_version is None else check_version(form.model_version),
         outputs=_output_names(form.outputs, limits) if form.outputs else (),
         parameters=_parameters(form.parameters, kind, limits) if form.parameters is not UNSET else {},
     )
 
 
-def decode_reply(body: bytes, content_type: str | None, limits: Limits = DEFAULT_LIMITS) -> Result | Failure:
+def decode_reply(
+    body: bytes, content_type: str | None, limits: Limits = DEFAULT_LIMITS, blobs: Blobs | None = None
+) -> Result | Failure:
     """The result or failure in ``body``. Raises InvalidInput when it is neither.
 
-    A null among the floats of a JSON result is NaN (see ``encode_result``).
+    A null among the floats of a JSON result is NaN (see ``encode_result``). ``blobs`` as in ``decode_job``.
     """
     kind = body_kind(content_type, body)
     form = _parse(_REPLIES[kind], body, kind, limits)
@@ -184,7 +202,7 @@ def decode_reply(body: bytes, content_type: str | None, limits: Limits = DEFAULT
         id=form.id,
         model=form.model_name,
         version=form.model_version,
-        outputs=_tensors("output", form.outputs, kind, limits, nulls=True),
+        outputs=_tensors("output", form.outputs, kind, limits, blobs, nulls=True),
         timing=_timing(form.timing, kind, limits),
     )
 
@@ -215,28 +233,48 @@ def _decode(decoder: _Decoder[_Form], encoded: bytes | Raw, where: str, kind: Ki
         raise InvalidInput(f"{where} is nested too deep: a job nests no deeper than its tensors") from exc
 
 
-def _tensors(role: str, forms: list[_TensorForm], kind: Kind, limits: Limits, *, nulls: bool) -> tuple[Tensor, ...]:
+def _tensors(
+    role: str, forms: list[_TensorForm], kind: Kind, limits: Limits, blobs: Blobs | None, *, nulls: bool
+) -> tuple[Tensor, ...]:
     if len(forms) > limits.max_tensors:
         raise InvalidInput(f"expected at most {limits.max_tensors} {role}s; found {len(forms)}: send fewer")
     elements = 0
     tensors: dict[str, Tensor] = {}
+    absent: dict[str, BlobRef] = {}
     for form in forms:
         name, where = _named(role, form.name, limits.max_name_bytes)
         if name in tensors:
             raise InvalidInput(f"{where} is there twice: send each {role} once")
         shape = tuple(form.shape)
-        count = check_shape(where, shape, limits)
+        ref = None if form.ref is UNSET else _reference(where, form, kind)
+        count = check_shape(where, shape, limits if ref is None else beside(limits))
         if form.datatype == BYTES:
             elements += count
             if elements > limits.max_bytes_elements:
                 raise InvalidInput(f"{where}: at most {limits.max_bytes_elements} BYTES elements are taken: send fewer")
-        raw = _payload(where, form)
-        if kind == MSGPACK:
-            array = read_msgpack(where, form.datatype, shape, count, raw)
+        if ref is not None:
+            check_size(where, form.datatype, count, ref)
+            blob = None if blobs is None else blobs[ref]
+            array = _NOTHING if blob is None else read_blob(where, form.datatype, shape, count, blob)
+            if blob is None:
+                absent[where] = ref
+        elif kind == MSGPACK:
+            array = read_msgpack(where, form.datatype, shape, count, _payload(where, form))
         else:
-            array = read_json(where, form.datatype, shape, count, raw, nulls=nulls)
+            array = read_json(where, form.datatype, shape, count, _payload(where, form), nulls=nulls)
         tensors[name] = Tensor(name, form.datatype, array)
+    if absent:
+        _refuse_absent(absent, limits)
     return tuple(tensors.values())
+
+
+def _refuse_absent(absent: Mapping[str, BlobRef], limits: Limits) -> NoReturn:
+    if sum(ref.nbytes for ref in absent.values()) > limits.max_blob_bytes:
+        raise InvalidInput(
+            f"expected at most {limits.max_blob_bytes} bytes in all tensors that travel by reference; found more: "
+            "send less at once"
+        )
+    raise Referenced(next(iter(absent)), tuple(absent.values()))
 
 
 @lru_cache(maxsize=4096)
@@ -247,11 +285,20 @@ def _named(role: str, name: str, max_bytes: int) -> tuple[str, str]:
 
 
 def _payload(where: str, form: _TensorForm) -> Raw:
-    if isinstance(form.ref, Raw):
-        raise InvalidInput(f"{where}: a ref (claim check) is not supported yet: send the tensor as data")
     if isinstance(form.data, Raw):
         return form.data
     raise InvalidInput(f"{where}: expected data; found none: send the tensor's values as data")
+
+
+def _reference(where: str, form: _TensorForm, kind: Kind) -> BlobRef | None:
+    """What stands in place of the values, or None where ``ref`` is null, which is as if it were absent."""
+    assert isinstance(form.ref, Raw)
+    found = _decode(_REFS[kind], form.ref, f"{where}: the ref", kind)
+    if found is None:
+        return None
+    if isinstance(form.data, Raw) and not _is_null(form.data):
+        raise InvalidInput(f"{where}: expected data or a ref; found both: leave one of them out")
+    return found.value()
 
 
 def _output_names(forms: Iterable[_OutputForm], limits: Limits) -> tuple[str, ...]:
@@ -314,7 +361,7 @@ def encode_job(job: Job, content_type: str = MSGPACK) -> bytes:
     """
     kind = body_kind(content_type, b"")
     if kind == JSON:
-        _refuse_non_finite(job.inputs)
+        _refuse_non_finite(t for t in job.inputs if t.ref is None)
     _check_parameters(job.parameters, DEFAULT_LIMITS)
     form: dict[str, Any] = {"id": job.id, "model_name": job.model}
     if job.version is not None:
@@ -372,7 +419,16 @@ def encode_failure(failure: Failure, content_type: str = MSGPACK) -> bytes:
 
 def _tensor_forms(tensors: Iterable[Tensor], kind: Kind) -> list[dict[str, Any]]:
     write = write_msgpack if kind == MSGPACK else write_json
-    return [{"name": t.name, "shape": list(t.array.shape), "datatype": t.datatype, "data": write(t)} for t in tensors]
+    return [
+        {"name": t.name, "shape": list(t.array.shape), "datatype": t.datatype, "data": write(t)}
+        if t.ref is None
+        else {"name": t.name, "shape": list(t.array.shape), "datatype": t.datatype, "ref": _ref_form(t.ref)}
+        for t in tensors
+    ]
+
+
+def _ref_form(ref: BlobRef) -> dict[str, Any]:
+    return {"uri": ref.uri, "sha256": ref.sha256, "nbytes": ref.nbytes}
 
 
 def _encode(form: Mapping[str, Any], kind: Kind) -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 from qworker.errors import ConfigError, InvalidInput
 
@@ -32,6 +33,8 @@ class Limits:
     """Elements of all BYTES tensors of a message together: each one becomes an object of its own."""
     max_parameters: int = 64
     max_parameters_bytes: int = 64 << 10
+    max_blob_bytes: int = 1 << 30
+    """Bytes of all tensors of a message together that travel beside it."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -46,6 +49,12 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+
+
+@lru_cache(maxsize=16)
+def beside(limits: Limits) -> Limits:
+    """``limits`` for the shape of a tensor that travels beside its message."""
+    return replace(limits, max_body_bytes=limits.max_blob_bytes)
 
 
 def check_shape(where: str, shape: Sequence[int], limits: Limits) -> int:

@@ -22,17 +22,28 @@ JSON = "application/json"
 # Structs, not frozen dataclasses: several are made for each job, and that takes a fifth of the time.
 
 
+class BlobRef(msgspec.Struct, frozen=True):
+    """Where the bytes of a tensor lie that travels beside its message, and how to know them again."""
+
+    uri: str
+    sha256: str
+    nbytes: int
+
+
 class Tensor(msgspec.Struct, frozen=True, eq=False):
     """A named array with its Open Inference datatype.
 
     ``array`` is C-contiguous, little-endian. BYTES is an object array of ``bytes``; BF16 is a uint16
     array that holds the raw two bytes of each value (numpy has no bfloat16). An array that was decoded is
     a read-only view into the message, and starts wherever the message has it: not always aligned.
+
+    With ``ref`` the message holds that in place of the values (see ``wire/reference``).
     """
 
     name: str
     datatype: str
     array: NDArray[Any]
+    ref: BlobRef | None = None
 
 
 class Job(msgspec.Struct, frozen=True, eq=False):

@@ -5,6 +5,7 @@ Write them anew only for an added field: a golden file that changes is a publish
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ import numpy as np
 from qworker.store.card import Card
 from qworker.wire.codec import encode_failure, encode_job, encode_result
 from qworker.wire.datatypes import tensor
-from qworker.wire.messages import JSON, MSGPACK, Failure, Job, Result, Tensor
+from qworker.wire.messages import JSON, MSGPACK, BlobRef, Failure, Job, Result, Tensor
+from qworker.wire.reference import blob_part
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
 GOLDEN = SCHEMAS / "golden"
@@ -22,6 +24,9 @@ MODEL = "vision/mnist-8"
 SUFFIXES = {".msgpack": MSGPACK, ".json": JSON}
 
 Message = Job | Result | Failure
+
+BLOBS: dict[BlobRef, memoryview] = {}
+"""What lies beside the golden messages: filled by ``cases``."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ def cases() -> list[Case]:
         Case("job-zero-dim", Job("0", MODEL, (tensor("x", np.float32(1.5)), tensor("s", "text")))),
         Case("job-empty", Job("e", MODEL, (tensor("x", np.empty((2, 0, 3), np.int64)), tensor("s", [], "BYTES")))),
         Case("job-full", _full_job()),
+        Case("job-refs", Job("refs", MODEL, (*_apart(), tensor("y", np.array([1, 2], np.int16))))),
+        Case("result-refs", Result("refs", MODEL, "8.1", _apart(), {"run": 0.5})),
         Case("result", _result(np.array([[0.25, -1.5]], np.float32))),
         Case("result-not-finite", _result(np.array([np.nan, np.inf, 1.0], np.float32)), (".msgpack",)),
         Case("result-nan", _result(np.array([np.nan, 1.0], np.float32))),
@@ -95,6 +102,18 @@ def _one_of_each_datatype() -> list[Tensor]:
     floats = [np.array([[0.1, -2.5], [np.finfo(t).max, 0.0]], dtype=t) for t in ("f2", "f4", "f8")]
     texts = tensor("x", ["", "plain", "gr\u00fc\u00dfe \U0001f40e", 'a "quote", a comma'])
     return [tensor("x", [True, False]), *(tensor("x", a) for a in (*edges, *floats)), texts]
+
+
+def _apart() -> tuple[Tensor, ...]:
+    """A tensor of numbers and one of BYTES that travel beside the message."""
+    there: list[Tensor] = []
+    for inline in (tensor("x", np.array([[0.5, -1.5, 3.25]], np.float32)), tensor("words", ["", "two", "three"])):
+        part = bytes(blob_part(inline))
+        digest = hashlib.sha256(part).hexdigest()
+        ref = BlobRef(f"file:///var/qworker/blobs/{digest}", digest, len(part))
+        BLOBS[ref] = memoryview(part)
+        there.append(Tensor(inline.name, inline.datatype, inline.array, ref))
+    return tuple(there)
 
 
 def _full_job() -> Job:

@@ -104,7 +104,7 @@ MALFORMED = {
     "BYTES, too many": (_packed(datatype="BYTES", shape=[2**21], data=[]), "at most 1048576 BYTES"),
     "twice": (_job(inputs=[_tensor(), _tensor()]), "'x' is there twice"),
     "too many": (_job(inputs=[_tensor(name=str(i)) for i in range(257)]), "at most 256 inputs"),
-    "ref": (_packed(ref={"uri": SECRET}), "not supported yet"),
+    "ref": (_packed(ref={"uri": SECRET}), "the ref does not fit"),
     "output twice": (_job(outputs=[{"name": "o"}, {"name": "o"}]), "'o' is asked for twice"),
     "outputs as names": (_job(outputs=[SECRET]), "got `str` - at `\\$.outputs\\[0\\]`"),
     "parameters a list": (_job(parameters=[SECRET]), "got `array`"),
