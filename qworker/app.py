@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Literal
 
 import structlog
 
+from qworker import __version__
 from qworker.api import connector_for
 from qworker.app_backends import Backends, open_backends
 from qworker.broker.reference.session import AioPikaConnector
 from qworker.config import Settings
 from qworker.errors import ConfigError
-from qworker.telemetry.http import HealthServer
+from qworker.telemetry.exposition import Exposition
+from qworker.telemetry.http import Canary, HealthServer
 from qworker.wire.topology import Entity, QueueType, lane_topology, static_topology
 from qworker.worker.worker import Worker
 
@@ -33,7 +36,15 @@ async def run_worker(settings: Settings) -> None:
     async with AsyncExitStack() as stack:
         if settings.http_port is not None:
             not_ready, state = _health(worker, backends)
-            health = HealthServer(settings.http_host, settings.http_port, not_ready, state)
+            health = HealthServer(
+                settings.http_host,
+                settings.http_port,
+                not_ready,
+                state,
+                metrics=await asyncio.to_thread(_metrics_page, settings, worker, backends),
+                canary=Canary(backends.canary),
+                lag=worker.counters.measures.loop_lag,
+            )
             await stack.enter_async_context(health)
             log.info("http.listening", host=settings.http_host, port=health.port)
         log.info("worker.started", name=settings.name, store=settings.store, memory=worker.zone.budget)
@@ -67,6 +78,28 @@ def _health(worker: Worker, backends: Backends) -> tuple[Callable[[], str | None
         return {**told, "ready": not_ready() is None, "reason": not_ready(), **({"device": device} if device else {})}
 
     return not_ready, state
+
+
+def _metrics_page(
+    settings: Settings, worker: Worker, backends: Backends
+) -> Callable[[str], Awaitable[tuple[bytes, str]]]:
+    """``/metrics``. What is measured of memory is what it has grown by since now. Blocks for a moment."""
+    exposition = Exposition(
+        worker.counters.measures,
+        worker=settings.name,
+        version=__version__,
+        load_slots=settings.max_concurrent_loads,
+        most_models=settings.metrics_models,
+    )
+    used_at_start = backends.used_bytes()
+
+    async def page(accept: str) -> tuple[bytes, str]:
+        used = await asyncio.to_thread(backends.used_bytes)
+        grown = {kind: nbytes - used_at_start[kind] for kind, nbytes in used.items()}
+        taken = exposition.take(worker.state(), grown, time.monotonic())
+        return await asyncio.to_thread(taken.text, accept)
+
+    return page
 
 
 def _stop_once(worker: Worker, signum: int) -> None:

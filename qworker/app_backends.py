@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from qworker.config import Settings
 from qworker.engine.base import Backend
+from qworker.engine.canary import OnnxCanary
 from qworker.engine.onnx import OnnxBackend
-from qworker.errors import DeviceUnavailable
+from qworker.errors import DeviceUnavailable, QworkerError
 from qworker.store.base import Store
 from qworker.store.builds import Arena, BuildsStore
 from qworker.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from qworker.engine.tensorrt.gpu import Gpu
 
 log = structlog.get_logger(__name__)
 
@@ -46,7 +50,15 @@ class Backends:
     report: Callable[[], dict[str, Any]] = field(default=_no_report)
     """The device, for people and programs; blocks for a moment."""
     trouble: Callable[[], str | None] = field(default=_no_trouble)
+    canary: Callable[[], str | None] = field(default=_no_trouble)
+    """A small inference: what is wrong with it, or None. Blocks."""
     close: Callable[[], None] = field(default=_nothing)
+
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes that this process holds now, by kind of memory as the ledgers have it. Blocks for a moment."""
+        if isinstance(self.backend, Mapping):
+            return {kind: backend.used_bytes() for kind, backend in self.backend.items()}
+        return {"": self.backend.used_bytes()}
 
 
 def open_backends(settings: Settings) -> Backends:
@@ -57,15 +69,16 @@ def open_backends(settings: Settings) -> Backends:
     """
     store = LocalStore(Path(settings.store))
     onnx = OnnxBackend(threads=settings.intra_op_threads)
+    canary = OnnxCanary(onnx)
     if settings.backend == "onnx":
-        return Backends(store, onnx)
+        return Backends(store, onnx, canary=canary.run)
     try:
         return _on_device(settings, store, onnx if settings.backend == "auto" else None)
     except DeviceUnavailable as why:
         if settings.backend == "tensorrt":
             raise
         log.info("backend.onnx", reason=str(why))
-        return Backends(store, onnx)
+        return Backends(store, onnx, canary=canary.run)
 
 
 def device_budget(settings: Settings, *, free: int, total: int) -> int:
@@ -122,5 +135,16 @@ def _on_device(settings: Settings, local: LocalStore, onnx: OnnxBackend | None) 
         budgets=budgets,
         report=tensorrt.report,
         trouble=lambda: None if gpu.lost is None else f"the device is lost: {gpu.lost}",
+        canary=lambda: _device_answers(gpu),
         close=tensorrt.close,
     )
+
+
+def _device_answers(gpu: Gpu) -> str | None:
+    """Any call is answered with the error that broke the context, if one has."""
+    try:
+        gpu.enter()
+        gpu.check_alive()
+    except QworkerError as error:
+        return str(error)
+    return None

@@ -139,6 +139,8 @@ class Settings(BaseSettings):
     http_host: str = "127.0.0.1"
     http_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port of health and metrics; 0 takes a free one; off when not set."""
+    metrics_models: Annotated[int, Field(ge=0, le=1000)] = 20
+    """Models that have metrics of their own, the busiest ones; the others are added up as ``other``."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "json", "console"] = "auto"
     """``auto`` is ``console`` on a terminal and ``json`` elsewhere."""

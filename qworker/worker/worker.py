@@ -263,6 +263,11 @@ class Worker:
                 for row in self.zone.rows()
             ],
             "claims": {model: str(tenant.claim.step) for model, tenant in self._tenants.items()},
+            "draining": self._stopping.is_set(),
+            "broker": {
+                "connected": (session := self._sessions.open) is not None,
+                "blocked": session is not None and session.blocked,
+            },
             "refusing": [model for model, tenant in self._tenants.items() if tenant.claim.refusing],
             "waiting": [{"model": m, "seconds": s, "why": why} for m, s, why in self.zone.blocked()],
             "ledger": {"budget": self.zone.budget, "held": self.zone.held, "peak": self.zone.peak},
