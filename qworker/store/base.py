@@ -5,12 +5,13 @@ All methods block (disk): callers on an event loop run them in threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from qworker.store.card import Card
+from qworker.wire.messages import BlobRef, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,4 +43,27 @@ class Store(Protocol):
 
     def fetch(self, card: Card) -> Fetched:
         """Read and verify. Raises ModelNotFound (gone meanwhile), CorruptModel, StoreError."""
+        ...
+
+
+class BlobStore(Protocol):
+    """Tensors that travel beside their messages. Unlike ``Store`` it is for event loops, and never blocks one."""
+
+    @property
+    def prefix(self) -> str:
+        """Where ``send`` puts them: what the other side must be able to read."""
+        ...
+
+    async def fetch(self, refs: Iterable[BlobRef]) -> Mapping[BlobRef, memoryview]:
+        """The bytes of each, equal to its digest.
+
+        Raises InvalidInput for what must not or cannot be read, BlobUnavailable for what may be there later.
+        """
+        ...
+
+    async def send(self, tensors: Iterable[Tensor], limit: int) -> tuple[Tensor, ...]:
+        """``tensors``, the largest of them put into the store, until at most ``limit`` bytes stay in the message.
+
+        Raises StoreError when the store takes no more.
+        """
         ...
