@@ -61,6 +61,12 @@ class DeadlineExceeded(JobError):
     code = "deadline_exceeded"
 
 
+class JobCancelled(JobError):
+    """The job was cancelled before it ran."""
+
+    code = "cancelled"
+
+
 class ResultTooLarge(JobError):
     """The result is larger than a broker message may be."""
 
@@ -201,6 +207,81 @@ class ConfigError(QworkerError):
     code = "config_error"
 
 
+# --- offline scoring ----------------------------------------------------------------------------
+
+
+class ScoreError(QworkerError):
+    """A scoring run cannot begin, or cannot go on. What is done so far is kept where the message says so."""
+
+    code = "score_error"
+
+
+class InputUnreadable(ScoreError):
+    """The input is missing, damaged, of mixed types, or of a kind that is not read."""
+
+    code = "input_unreadable"
+
+
+class EmptyInput(ScoreError):
+    """The input has no rows."""
+
+    code = "empty_input"
+
+
+class ColumnMissing(ScoreError):
+    """A column that was asked for is not in the input."""
+
+    code = "column_missing"
+
+
+class MappingUnclear(ScoreError):
+    """Which column feeds which input of the model does not follow from their names and types."""
+
+    code = "mapping_unclear"
+
+
+class DuplicateKey(ScoreError):
+    """Two rows have the same key."""
+
+    code = "duplicate_key"
+
+
+class OutputUnusable(ScoreError):
+    """The output cannot be written there: no folder, no room, the input itself, or somebody else's file."""
+
+    code = "output_unusable"
+
+
+class RunChanged(ScoreError):
+    """The journal beside the output is of another run: other input, models or options. Nothing is mixed."""
+
+    code = "run_changed"
+
+
+class RunBusy(ScoreError):
+    """Another process writes this output now."""
+
+    code = "run_busy"
+
+
+class ModelChanged(ScoreError):
+    """A model was replaced or removed while its rows were scored."""
+
+    code = "model_changed"
+
+
+class TooManyErrors(ScoreError):
+    """More rows failed than the run allows."""
+
+    code = "too_many_errors"
+
+
+class RowRefused(JobError):
+    """One row of an input is not what the model takes: a null, a ragged or wrongly shaped cell, one too large."""
+
+    code = "row_refused"
+
+
 JOB_ERRORS: dict[str, type[JobError]] = {
     cls.code: cls
     for cls in (
@@ -210,9 +291,10 @@ JOB_ERRORS: dict[str, type[JobError]] = {
         ModelTooLarge,
         InferenceFailed,
         DeadlineExceeded,
+        JobCancelled,
         ResultTooLarge,
+        BlobUnavailable,
         PoisonJob,
     )
 }
 """Wire code → class, for the errors that a worker answers with."""
-        BlobUnavailable,

@@ -14,6 +14,7 @@ import numpy as np
 
 from qworker.store.card import Card
 from qworker.wire.codec import encode_failure, encode_job, encode_result
+from qworker.wire.control import Order, cancel_order, encode_order
 from qworker.wire.datatypes import tensor
 from qworker.wire.messages import JSON, MSGPACK, BlobRef, Failure, Job, Result, Tensor
 from qworker.wire.reference import blob_part
@@ -23,7 +24,7 @@ GOLDEN = SCHEMAS / "golden"
 MODEL = "vision/mnist-8"
 SUFFIXES = {".msgpack": MSGPACK, ".json": JSON}
 
-Message = Job | Result | Failure
+Message = Job | Result | Failure | Order
 
 BLOBS: dict[BlobRef, memoryview] = {}
 """What lies beside the golden messages: filled by ``cases``."""
@@ -56,11 +57,14 @@ def cases() -> list[Case]:
         Case("result-not-finite", _result(np.array([np.nan, np.inf, 1.0], np.float32)), (".msgpack",)),
         Case("result-nan", _result(np.array([np.nan, 1.0], np.float32))),
         Case("failure", Failure("f", MODEL, "model_unavailable", "the store is away: try again in a minute", True)),
+        Case("control-cancel", cancel_order(["7c9e6679", "7c9e667a"], MODEL)),
     ]
 
 
 def encode(message: Message, content_type: str) -> bytes:
     """The body of any message."""
+    if isinstance(message, Order):
+        return encode_order(message, content_type)
     if isinstance(message, Job):
         return encode_job(message, content_type)
     return (
@@ -91,7 +95,7 @@ def same(left: Message, right: Message) -> bool:
     if isinstance(left, Result) and isinstance(right, Result):
         rest = [(m.id, m.model, m.version, m.timing) for m in (left, right)]
         return rest[0] == rest[1] and same_tensors(left.outputs, right.outputs)
-    return isinstance(left, Failure) and left == right
+    return isinstance(left, Failure | Order) and left == right
 
 
 def _one_of_each_datatype() -> list[Tensor]:
