@@ -33,6 +33,10 @@ class Counters:
     batches_split: int = 0
     """Runs that failed as a whole and were done again in halves."""
     reconnects: int = 0
+    blocked: int = 0
+    """Times that the broker took no publishes (memory or disk alarm)."""
+    consumers_lost: int = 0
+    """Consumers that the broker had dropped, and that were made anew."""
     measures: Measures = field(default_factory=Measures)
     """What is more than a count. Here, since whoever measures has the counters at hand."""
 

@@ -190,6 +190,14 @@ def claimed(model: str) -> str:
     return f"claimed.{model}"
 
 
+def alive(worker: str) -> str:
+    """The routing key, in ``EVENTS``, of the word that a worker says every few seconds."""
+    return f"alive.{worker}"
+
+
+SWEEPING = "sweeping"
+"""The routing key, in ``EVENTS``, by which a worker asks whether there is a sweeper: then the message has a queue."""
+
 BATCH_NEWS = b"batch"
 """The body of that news when the model has a batch queue; else it is empty."""
 

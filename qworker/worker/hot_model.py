@@ -9,11 +9,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
-from qworker.broker.base import Consumer, Properties, Session
+from qworker.broker.base import Properties, Session
 from qworker.errors import (
     BrokerError,
     BrokerUnavailable,
@@ -40,15 +40,17 @@ from qworker.worker.registry import Registry
 from qworker.worker.serve import Server, Serving
 from qworker.worker.sessions import Sessions
 from qworker.worker.settle import Settler
+from qworker.worker.subscriptions import AckTimeout, Subscriptions
 from qworker.worker.sweep import wake
 
 log = structlog.get_logger(__name__)
 
-BATCH_LANE_LOOK = 5.0
-"""Seconds between looks for a batch queue that was not there when the model became hot."""
-RECLAIM_PAUSE = 0.5
+CONSUMER_LOOK = 5.0
+"""Seconds between looks at what the broker counts, and for a batch queue that is new."""
+RECLAIM_PAUSE, LONGEST_RECLAIM_PAUSE = 0.5, 2.0
 """The broker needs a moment to see that our former connection is dead and to free its lease."""
 REFUSING_LOOK = 0.2
+BLOCKED_LOOK = 0.2
 LOOKS, LOOK_PAUSE = 4, 0.03
 LANES: tuple[Lane, ...] = ("jobs", "batch")
 
@@ -67,10 +69,14 @@ class Parts:
     counters: Counters
     clock: Clock
     limits: Limits
+    ack_timeout: AckTimeout
     prefetch: int
     threads: int
     max_queue_delay: float
     max_replicas: int
+    reclaim_patience: float
+    """Seconds for which the lease of a loaded model is asked for, after its session was lost. A connection that
+    broke in silence holds it until the broker misses its heartbeats."""
 
 
 class HotModel:
@@ -88,8 +94,9 @@ class HotModel:
         self._hint = hint
         self._parts = parts
         self._session: Session | None = None
-        self._consumers: dict[Lane, Consumer] = {}
+        self._subscribed: Subscriptions | None = None  # from the start of ``run`` on
         self._loaded: Loaded | None = None
+        self._reclaim_until = 0.0
         self._stirred = asyncio.Event()  # something happened that a serving model must look at
         self._leaving = False
         self._stopped = False
@@ -118,6 +125,7 @@ class HotModel:
             async with asyncio.TaskGroup() as jobs:
                 measured = parts.counters.measures.of(self.model)
                 self._server = Server(self.model, parts.zone, parts.settler, jobs, parts.limits, measured)
+                self._subscribed = self._subscribe()
                 while self.claim.step is not Step.DONE:
                     await self._advance()
                 if self._stopped:  # not before the lease is free: others would find it taken and drop the hint
@@ -145,6 +153,11 @@ class HotModel:
         """Told by the worker: the lease may be gone, look."""
         self._stirred.set()
 
+    def consumers(self) -> tuple[int, dict[str, int]]:
+        """How many consumers we have, as we believe, and how many the broker counts in each lane."""
+        mine = self._subscribed
+        return (mine.expected, dict(mine.counted)) if mine is not None else (0, {})
+
     def _go(self, *, forced: bool) -> None:
         self._forced = self._forced or forced
         self._leaving = True
@@ -156,8 +169,9 @@ class HotModel:
         except BrokerUnavailable as error:
             log.info("model.session_lost", model=self.model, step=self.claim.step, reason=str(error))
             outcome = Outcome.LOST
-            self._consumers.clear()
-            self._server.window = 0
+            self._reclaim_until = self._parts.clock() + self._parts.reclaim_patience
+            self._subscriptions.forget()
+            self._server.session_lost()
             # The zone has us leaving: with the lease gone too, there is no way back into the hot set.
             self._forced = self._forced or self._draining
         if self._forced:
@@ -172,17 +186,44 @@ class HotModel:
         if self.claim.loaded and self.claim.tries_left < Claim().tries_left and self.claim.slot == 0:
             await asyncio.sleep(RECLAIM_PAUSE)
         session = await self._parts.sessions.current()
+        if session is not None and not self.claim.loaded:
+            await self._until_unblocked(session)  # intake stops while the broker takes no results
         if session is None or (self._leaving and not self.claim.loaded):
             return Outcome.LEAVE
         self._session = session
-        outcome = Outcome.GOT if await session.lease(self._lease_queue()) else Outcome.TAKEN
+        if self.claim.loaded:
+            outcome = await self._reclaim(session)
+        else:
+            outcome = Outcome.GOT if await session.lease(self._lease_queue()) else Outcome.TAKEN
         self._parts.counters.measures.leases[outcome] += 1
         return outcome
+
+    async def _reclaim(self, session: Session) -> Outcome:
+        """Take a lease for what is loaded already, with patience: the one that has it may be our former connection.
+
+        One that broke in silence lives on at the broker until heartbeats are missed. To unload all hot models in
+        the meantime, and load them again, would cost far more than to hold their bytes for as long.
+        """
+        pause = RECLAIM_PAUSE
+        while True:
+            for slot in range(self.claim.slots):
+                if await session.lease(lease_queue(self.model, slot)):
+                    self.claim = replace(self.claim, slot=slot)
+                    return Outcome.GOT
+            if self._parts.clock() >= self._reclaim_until:
+                return Outcome.TAKEN
+            self._stirred.clear()
+            if self._leaving:
+                return Outcome.LEAVE
+            await wait_at_most(self._stirred, pause)
+            pause = min(2 * pause, LONGEST_RECLAIM_PAUSE)
 
     async def _announce(self) -> Outcome:
         session = self._on_session()
         await session.declare(*announcement(self.model, self.claim.slot))
         news = BATCH_NEWS if self.model in self._parts.registry.batch_lanes() else b""
+        if session.blocked:
+            return Outcome.OK
         if not session.send(EVENTS, claimed(self.model), news, Properties(), _heard):
             await session.publish(EVENTS, claimed(self.model), news, Properties())
         return Outcome.OK
@@ -262,15 +303,15 @@ class HotModel:
     # --- serve -----------------------------------------------------------------------------------
 
     async def _consume(self) -> Outcome:
+        session = self._on_session()
+        await self._until_unblocked(session)  # results could not leave
         try:
-            await self._consume_lane("jobs")
-            if self.model in self._parts.registry.batch_lanes():
-                await self._consume_lane("batch")
+            await self._subscriptions.start(session, self._card())
         except BrokerUnavailable:
             raise
         except BrokerError as error:
             log.error("queue.missing", model=self.model, reason=str(error))
-            await self._stop_consuming()
+            await self._subscriptions.stop()
             return Outcome.FAILED
         return Outcome.OK
 
@@ -280,17 +321,27 @@ class HotModel:
             if self._leaving:
                 return Outcome.LEAVE
             self._on_session()
-            await wait_at_most(self._stirred, REFUSING_LOOK if self.claim.refusing else BATCH_LANE_LOOK)
-            if not self.claim.refusing:
-                await self._look_for_batch_lane()
-            elif self._server.in_hand == 0 and await self._jobs_ready() is Outcome.EMPTY:
+            await wait_at_most(self._stirred, REFUSING_LOOK if self.claim.refusing else CONSUMER_LOOK)
+            if self.claim.refusing and self._server.in_hand == 0 and await self._jobs_ready() is Outcome.EMPTY:
                 return Outcome.EMPTY
+            if not self._leaving:
+                await self._mend()
+
+    async def _mend(self) -> None:
+        """See that the broker still has us as its consumer. Without its queue, there is nothing to serve."""
+        try:
+            await self._subscriptions.mend(self._on_session(), self._card(), look=not self.claim.refusing)
+        except BrokerUnavailable:
+            raise
+        except BrokerError as error:
+            log.error("queue.missing", model=self.model, reason=str(error))
+            self._go(forced=True)
 
     async def _cancel(self) -> Outcome:
         if not self._draining and self._loaded is not None:
             self._draining = True
             self._parts.zone.leaving(self.model)
-        await self._stop_consuming()
+        await self._subscriptions.stop()
         return Outcome.OK
 
     async def _look_back(self) -> Outcome:
@@ -311,8 +362,11 @@ class HotModel:
         return await self._jobs_ready()
 
     async def _wake(self) -> Outcome:
+        session = self._on_session()
+        if session.blocked:
+            return Outcome.OK  # nobody could take it up now either; the sweep finds the jobs later
         self._parts.counters.wakes += 1
-        await wake(self._on_session(), self.model, "left")
+        await wake(session, self.model, "left")
         return Outcome.OK
 
     async def _unload(self) -> Outcome:
@@ -342,7 +396,7 @@ class HotModel:
 
     async def _jobs_ready(self) -> Outcome:
         session = self._on_session()
-        for lane in LANES:
+        for lane in LANES if self._parts.registry.may_have_batch_lane(self.model) else LANES[:1]:
             depth = await session.depth(lane_queue(lane, self.model))
             if depth is not None and lane == "batch":
                 self._parts.registry.has_batch_lane(self.model)
@@ -350,31 +404,32 @@ class HotModel:
                 return Outcome.READY
         return Outcome.EMPTY
 
-    async def _look_for_batch_lane(self) -> None:
-        """A batch queue exists from its first use on, which may come while we are hot."""
-        if "batch" in self._consumers:
-            return
-        if await self._on_session().depth(lane_queue("batch", self.model)) is not None:
-            self._parts.registry.has_batch_lane(self.model)
-            await self._consume_lane("batch")
+    async def _until_unblocked(self, session: Session) -> None:
+        """Wait while the broker takes no publishes, unless we are to leave."""
+        while session.blocked and session.is_open and not self._leaving:
+            self._stirred.clear()
+            await wait_at_most(self._stirred, BLOCKED_LOOK)
 
-    async def _consume_lane(self, lane: Lane) -> None:
-        session = self._on_session()
-        prefetch = self._server.prefetch(self._parts.prefetch)
-        self._consumers[lane] = await session.consume(
-            lane_queue(lane, self.model), self._server.taker(session), prefetch=prefetch
+    def _subscribe(self) -> Subscriptions:
+        parts = self._parts
+        return Subscriptions(
+            self.model,
+            self._server,
+            parts.registry,
+            parts.counters,
+            parts.ack_timeout,
+            self._stirred.set,
+            prefetch=parts.prefetch,
+            lanes=parts.threads,
         )
-        self._server.window = prefetch * len(self._consumers)
 
-    async def _stop_consuming(self) -> None:
-        """Cancel, wait for cancel-ok, then until all that was delivered is settled."""
-        consumers, self._consumers = list(self._consumers.values()), {}
-        self._server.window = 0  # nobody else comes: what is in hand waits for nobody
-        for consumer in consumers:
-            await consumer.cancel()
-        await self._server.idle()
-        for consumer in consumers:
-            await consumer.close()
+    @property
+    def _subscriptions(self) -> Subscriptions:
+        assert self._subscribed is not None, "a step is taken only in run"
+        return self._subscribed
+
+    def _card(self) -> Card | None:
+        return self._loaded.card if self._loaded is not None else None
 
 
 def _heard(error: BrokerError | None) -> None:

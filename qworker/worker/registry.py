@@ -16,6 +16,9 @@ from qworker.store.base import Store
 log = structlog.get_logger(__name__)
 
 
+BATCH_ASK_SECONDS = 60.0
+
+
 class Registry:
     """Ids of the store's models, re-read at most every ``refresh`` seconds."""
 
@@ -29,6 +32,7 @@ class Registry:
         """Why the store could not be read the last time, or None."""
         self._seen: set[str] = set()
         self._batch: set[str] = set()
+        self._batch_asked: dict[str, float] = {}
 
     async def models(self) -> list[str]:
         """All models that are, or were, registered as far as this worker knows, sorted.
@@ -64,9 +68,23 @@ class Registry:
     def saw(self, model: str) -> None:
         """A hint names ``model``, so its queue exists, whatever the store says."""
         self._seen.add(model)
+        self._batch_asked.pop(model, None)
 
     def has_batch_lane(self, model: str) -> None:
         self._batch.add(model)
+
+    def may_have_batch_lane(self, model: str) -> bool:
+        """Whether to ask the broker for a batch queue that nobody has told us of; at most once a minute a model.
+
+        Asking for a queue that is not there costs a channel, and the broker logs an error each time.
+        """
+        if model in self._batch:
+            return True
+        now = self._clock()
+        if now - self._batch_asked.get(model, -BATCH_ASK_SECONDS) < BATCH_ASK_SECONDS:
+            return False
+        self._batch_asked[model] = now
+        return True
 
     def batch_lanes(self) -> frozenset[str]:
         """Models whose batch queue is known to exist."""

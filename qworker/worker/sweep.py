@@ -13,9 +13,20 @@ from collections.abc import Sequence
 import structlog
 
 from qworker.broker.base import Delivery, Properties, Session
+from qworker.errors import Unroutable
 from qworker.policy.sweep import Schedule, Sweep
 from qworker.telemetry.counters import Counters
-from qworker.wire.topology import BATCH_NEWS, COLD, EVENTS, REASON_HEADER, SWEEPER, Binding, claimed, lane_queue
+from qworker.wire.topology import (
+    BATCH_NEWS,
+    COLD,
+    EVENTS,
+    REASON_HEADER,
+    SWEEPER,
+    SWEEPING,
+    Binding,
+    claimed,
+    lane_queue,
+)
 from qworker.worker.hot_zone import Clock
 from qworker.worker.registry import Registry
 
@@ -31,7 +42,8 @@ async def wake(session: Session, model: str, reason: str) -> None:
 
 
 BATCH_PROBES = 16
-RARE_BATCH_PROBES = 3
+RARE_BATCH_PROBE_SECONDS = 10.0
+"""Once all models were asked for: each that has no batch lane is an error in the broker's log."""
 NEWS_PREFETCH = 1000
 
 
@@ -51,16 +63,17 @@ class Sweeper:
         self._lanes: dict[str, list[tuple[int, int]]] = {}
         self._news: list[Delivery] = []
         self._probed = 0  # where the slow round for unknown batch lanes goes on
+        self._probed_at = 0.0
 
     async def run(self, session: Session) -> None:
         """Runs until the session ends (BrokerUnavailable) or it is cancelled."""
         await asyncio.sleep(SETTLE_SECONDS)
-        while not await session.lease(SWEEPER):  # the broker tells nobody when a lease is free
+        while await self._is_swept(session) or not await session.lease(SWEEPER):
             jitter = random.uniform(0.8, 1.6)  # noqa: S311  # so that a fleet does not ask in step
             await asyncio.sleep(self._interval * jitter)
         # Claims from before are no news: a first look at everything finds them.
         self._schedule, self._lanes, self._news, self._probed = Schedule(self._interval), {}, [], 0
-        await session.declare(Binding(EVENTS, SWEEPER, claimed("#")))
+        await session.declare(Binding(EVENTS, SWEEPER, claimed("#")), Binding(EVENTS, SWEEPER, SWEEPING))
         await session.consume(SWEEPER, self._news.append, prefetch=NEWS_PREFETCH)
         log.info("sweeper.elected")
         measures = self._counters.measures
@@ -77,6 +90,17 @@ class Sweeper:
             measures.sweeping, measures.depths = False, {}
             if session.is_open:
                 await session.release(SWEEPER)  # a worker that stops lets another one sweep at once
+
+    async def _is_swept(self, session: Session) -> bool:
+        """Whether somebody holds the sweeper's lease, which the broker tells nobody when it is free.
+
+        To try to take it would do as well, but the broker closes a channel and logs an error each time.
+        """
+        try:
+            await session.publish(EVENTS, SWEEPING, b"", Properties(), mandatory=True)
+        except Unroutable:
+            return False
+        return True
 
     async def sweep(self, session: Session) -> None:
         """Look once at the queues of the models that are due."""
@@ -106,11 +130,13 @@ class Sweeper:
         news = self._news[:]
         self._news.clear()  # the consumer holds this very list
         for delivery in news:
+            await delivery.ack()
+            if delivery.routing_key == SWEEPING:
+                continue
             model = delivery.routing_key.removeprefix(claimed(""))
             self._schedule.stir(model, self._clock())
             if delivery.body == BATCH_NEWS:
                 self._registry.has_batch_lane(model)
-            await delivery.ack()
 
     async def _look_for_batch_lanes(self, session: Session, unknown: Sequence[str]) -> None:
         """Ask for the batch lanes of a few models in turn.
@@ -118,7 +144,12 @@ class Sweeper:
         A batch queue exists from its first use on, and asking for one that does not costs a channel: so this is a
         slow round, and slower still once all were asked for. Who claims a model with one tells us (see ``claimed``).
         """
-        most = BATCH_PROBES if self._probed < len(unknown) else RARE_BATCH_PROBES
+        most, now = BATCH_PROBES, self._clock()
+        if self._probed >= len(unknown):
+            if now - self._probed_at < RARE_BATCH_PROBE_SECONDS:
+                return
+            most = 1
+        self._probed_at = now
         start = self._probed % max(1, len(unknown))
         probed = [*unknown[start:], *unknown[:start]][:most]
         self._probed += len(probed)

@@ -268,6 +268,7 @@ class Worker:
                 "connected": (session := self._sessions.open) is not None,
                 "blocked": session is not None and session.blocked,
             },
+            "broker": self._pulse.state(self._sessions.open),
             "refusing": [model for model, tenant in self._tenants.items() if tenant.claim.refusing],
             "waiting": [{"model": m, "seconds": s, "why": why} for m, s, why in self.zone.blocked()],
             "ledger": {"budget": self.zone.budget, "held": self.zone.held, "peak": self.zone.peak},
