@@ -28,28 +28,28 @@ from qworker.policy.claim import on_hint
 from qworker.policy.residency import Residency
 from qworker.store.base import Store
 from qworker.telemetry.counters import Counters
-from qworker.wire.limits import Limits
 from qworker.telemetry.watchdog import Watchdog
+from qworker.wire.limits import Limits
 from qworker.wire.topology import lane_queue, lane_topology, static_topology
 from qworker.worker.headroom import Headroom
 from qworker.worker.hot_model import HotModel, Parts
 from qworker.worker.hot_zone import HotZone
 from qworker.worker.intake import Hint, Intake
 from qworker.worker.loader import Loader
-from qworker.worker.registry import Registry
 from qworker.worker.pulse import Pulse
+from qworker.worker.registry import Registry
 from qworker.worker.sessions import Sessions
 from qworker.worker.settle import Settler
-from qworker.worker.sweep import Sweeper
 from qworker.worker.subscriptions import AckTimeout
+from qworker.worker.sweep import Sweeper
 
 log = structlog.get_logger(__name__)
 
 LANES_AT_ONCE = 64
-LOAD_NICENESS = 5
 RECLAIM_MARGIN = 5.0
 HEARTBEATS_TO_DEATH = 3
 """So many are missed before the broker gives up a connection, and frees its leases."""
+LOAD_NICENESS = 5
 """A third of the CPU time of a thread that serves, where both want it."""
 
 
@@ -78,9 +78,9 @@ class Worker:
         self.zone = HotZone(tables, clock, self.counters)
         self._registry = Registry(store, clock)
         self._sessions = Sessions(connector, self.counters)
-        self._engine_threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="engine")
         self._pulse = Pulse(settings.name, self.counters, clock)
         self._watchdog = Watchdog(settings.watchdog)
+        self._engine_threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="engine")
         self._load_threads = ThreadPoolExecutor(
             settings.max_concurrent_loads + 2,
             thread_name_prefix="load",
@@ -122,15 +122,15 @@ class Worker:
             counters=self.counters,
             clock=clock,
             limits=Limits(max_body_bytes=int(settings.max_body)),
+            ack_timeout=AckTimeout(settings.consumer_timeout),
             prefetch=settings.prefetch,
             threads=settings.threads,
             max_queue_delay=settings.max_queue_delay,
-            ack_timeout=AckTimeout(settings.consumer_timeout),
             max_replicas=settings.max_replicas,
+            reclaim_patience=HEARTBEATS_TO_DEATH * settings.heartbeat + RECLAIM_MARGIN,
         )
 
     # --- life ------------------------------------------------------------------------------------
-            reclaim_patience=HEARTBEATS_TO_DEATH * settings.heartbeat + RECLAIM_MARGIN,
 
     async def run(self) -> None:
         """Serve until :meth:`stop`. Raises BrokerRefused or TopologyMismatch when serving is pointless."""
@@ -173,10 +173,10 @@ class Worker:
         """Declare what is there once, and the queues that registration did not."""
         queue_type = self._settings.queue_type
         await session.declare(*static_topology(queue_type))
+        await self._pulse.beat(session)  # an alarm is known before anything is taken in hand
         models = await self._registry.models()
         for at in range(0, len(models), LANES_AT_ONCE):
             some = models[at : at + LANES_AT_ONCE]
-        await self._pulse.beat(session)  # an alarm is known before anything is taken in hand
             depths = await session.depths([lane_queue("jobs", model) for model in some])
             missing = [model for model, depth in zip(some, depths, strict=True) if depth is None]
             await session.declare(*(each for model in missing for each in lane_topology("jobs", model, queue_type)))
@@ -199,10 +199,10 @@ class Worker:
                 tasks.create_task(_until_lost(self._intake.run(session)), name="intake"),
                 tasks.create_task(_until_lost(self._sweeper.run(session)), name="sweeper"),
                 tasks.create_task(_until_lost(self._check_lanes(session)), name="lanes"),
+                tasks.create_task(_until_lost(self._pulse.run(session)), name="pulse"),
             ]
             lost = tasks.create_task(session.wait_closed(), name="session")
             stopping = tasks.create_task(self._stopping.wait(), name="stopping")
-                tasks.create_task(_until_lost(self._pulse.run(session)), name="pulse"),
             await asyncio.wait({lost, stopping}, return_when=asyncio.FIRST_COMPLETED)
             for chore in chores:
                 chore.cancel()
@@ -281,19 +281,19 @@ class Worker:
             "waiting": [{"model": m, "seconds": s, "why": why} for m, s, why in self.zone.blocked()],
             "ledger": {"budget": self.zone.budget, "held": self.zone.held, "peak": self.zone.peak},
             "ledgers": self.zone.ledgers(),
+            "consumers": self._consumers(),
+            "loop": self._watchdog.state(),
             "counters": self.counters.as_dict(),
         }
 
-            "consumers": self._consumers(),
-            "loop": self._watchdog.state(),
-
-def _residency(settings: Settings, budget: int) -> Residency:
-    eviction = make_eviction(settings.eviction)
     def _consumers(self) -> dict[str, dict[str, Any]]:
         """Of each model: how many this worker has, as it believes, and all that the broker counts by lane."""
         found = {model: tenant.consumers() for model, tenant in self._tenants.items()}
         return {model: {"expected": mine, "counted": counted} for model, (mine, counted) in found.items()}
 
+
+def _residency(settings: Settings, budget: int) -> Residency:
+    eviction = make_eviction(settings.eviction)
     residency = Residency(budget, eviction, min_residency=settings.min_residency, max_cold_wait=settings.max_cold_wait)
     for model in settings.pin:
         residency.pin(model)
