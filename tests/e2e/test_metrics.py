@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import urllib.request
 
+from qworker.wire.topology import PUBLISHED_HEADER
 from tests.e2e.caller import Caller
 from tests.e2e.fleet import Fleet, WorkerProcess
 from tests.e2e.models import inputs_of
@@ -16,14 +18,17 @@ def metrics(worker: WorkerProcess) -> Samples:
         return parsed(answer.read())
 
 
+def publish(caller: Caller, model: str, k: int) -> str:
+    return caller.job(model, inputs_of(model, k), headers={PUBLISHED_HEADER: int(time.time() * 1000)})
+
+
 def test_metrics_tell_what_was_done(fleet: Fleet, caller: Caller) -> None:
     """Jobs, failures, loads with their stages, evictions, bytes and the sweep, after a small morning's work."""
     fleet.start(1, memory="60MiB", min_residency=0)
     [worker] = fleet.workers
-    jobs = [caller.job("echo", inputs_of("echo", k)) for k in range(20)]
-    jobs += [caller.job("table-a", inputs_of("table-a", k)) for k in range(3)]
+    jobs = [publish(caller, "echo", k) for k in range(20)] + [publish(caller, "table-a", k) for k in range(3)]
     caller.wait(jobs)
-    caller.wait([caller.job("table-b", inputs_of("table-b", 1))])  # for which table-a must go
+    caller.wait([publish(caller, "table-b", 1)])  # for which table-a must go
     bad = caller.call("echo", {"wrong": inputs_of("echo", 1)["x"]})
     assert bad.code == "invalid_input"
     wait_until_sync(lambda: metrics(worker)["qworker_replies_unconfirmed"] == {(): 0}, what="all answers are confirmed")
@@ -57,5 +62,5 @@ def test_metrics_tell_what_was_done(fleet: Fleet, caller: Caller) -> None:
     assert found["qworker_leases_total"][("got",)] >= 3
     assert found["qworker_ready"] == found["qworker_broker_connected"] == {(): 1}
     assert found["qworker_event_loop_lag_seconds_count"][()] > 0
-    assert next(iter(found["qworker_worker_info"]))[0] == worker.name
+    assert worker.name in next(iter(found["qworker_worker_info"]))
     fleet.finish()
