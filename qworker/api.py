@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import TracebackType
 
 from qworker.broker.base import Connector
 from qworker.broker.fast.session import FastConnector
 from qworker.broker.reference.session import DEFAULT_MAX_MESSAGE_BYTES, AioPikaConnector
+from qworker.client.client import BLOB_LIMIT
 from qworker.client.client import Client as _Client
 from qworker.client.replies import Reply, ReplyQueue
 from qworker.client.sync import SyncClient as _SyncClient
 from qworker.config import Settings
+from qworker.store.blobs import Blobs, open_blobs
 
 __all__ = ["Client", "Reply", "ReplyQueue", "SyncClient", "client_for", "connector_for"]
 
@@ -26,6 +29,9 @@ class Client(_Client):
     ``Client("amqp://user:password@host/vhost")`` for most; ``username_file`` and ``password_file`` for
     mounted secrets; ``connector`` for another implementation of the broker contract (it brings its own settings).
     ``max_body`` must not exceed the broker's ``max_message_size``.
+
+    ``blobs`` is the blob store of the workers, an absolute folder or ``s3://bucket/prefix``: what a message does not
+    hold (the largest tensors, until ``blob_limit`` bytes are left) then travels through it, both ways.
     """
 
     def __init__(
@@ -36,9 +42,12 @@ class Client(_Client):
         username_file: Path | None = None,
         password_file: Path | None = None,
         max_body: int = DEFAULT_MAX_MESSAGE_BYTES,
+        blobs: str | Path | Blobs | None = None,
+        blob_limit: int = BLOB_LIMIT,
     ) -> None:
         if bool(url) == (connector is not None):
             raise TypeError("expected Client(url) or Client(connector=...), one of the two")
+        self._store = blobs if isinstance(blobs, Blobs) else open_blobs(str(blobs) if blobs is not None else None)
         super().__init__(
             connector
             or FastConnector(
@@ -47,12 +56,23 @@ class Client(_Client):
                 password_file=password_file,
                 name="qworker-client",
                 max_message_bytes=max_body,
-            )
+            ),
+            self._store,
+            blob_limit=blob_limit,
         )
 
     async def __aenter__(self) -> Client:
         await super().__aenter__()
         return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await super().__aexit__(kind, exc, trace)
+        finally:
+            if self._store is not None:
+                self._store.close()
 
 
 class SyncClient(_SyncClient):
@@ -66,6 +86,8 @@ class SyncClient(_SyncClient):
         username_file: Path | None = None,
         password_file: Path | None = None,
         max_body: int = DEFAULT_MAX_MESSAGE_BYTES,
+        blobs: str | Path | Blobs | None = None,
+        blob_limit: int = BLOB_LIMIT,
     ) -> None:
         super().__init__(
             Client(
@@ -74,6 +96,8 @@ class SyncClient(_SyncClient):
                 username_file=username_file,
                 password_file=password_file,
                 max_body=max_body,
+                blobs=blobs,
+                blob_limit=blob_limit,
             )
         )
 
@@ -97,4 +121,15 @@ def connector_for(settings: Settings, name: str = "qworker-client") -> Connector
 
 def client_for(settings: Settings) -> Client:
     """A client of the broker of these settings."""
-    return Client(connector=connector_for(settings))
+    return Client(connector=connector_for(settings), blobs=blobs_of(settings), blob_limit=int(settings.blob_limit))
+
+
+def blobs_of(settings: Settings, *, memory: int | None = None) -> Blobs | None:
+    """The blob store of these settings, if they have one. ``memory``: see ``Blobs``."""
+    return open_blobs(
+        settings.blob_store,
+        settings.blob_stores_read,
+        quota=int(settings.blob_quota),
+        ttl=settings.blob_ttl,
+        memory=memory,
+    )

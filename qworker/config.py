@@ -69,6 +69,21 @@ class Settings(BaseSettings):
     """Files that hold the credentials (mounted secrets); they win over those in the URL."""
     name: Annotated[str, Field(min_length=1, max_length=100)] = Field(default_factory=_host_and_pid)
 
+    # --- tensors beside their messages ---
+    blob_store: str | None = None
+    """Absolute folder, or ``s3://bucket/prefix``: tensors that a message does not hold are read from there, and
+    results are put there. Off when not set."""
+    blob_stores_read: Annotated[tuple[str, ...], NoDecode] = ()
+    """More of them, to read inputs from."""
+    blob_limit: PositiveSize = ByteSize(8 * _MIB)
+    """Bytes of tensors that stay in a message: the largest leave it until no more are left."""
+    blob_ttl: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 86_400.0
+    """A tensor in the store is removed this long after it was put there last. Longer than jobs may wait."""
+    blob_quota: PositiveSize = ByteSize(10 << 30)
+    """Bytes that the store may have in all."""
+    blob_memory: PositiveSize = ByteSize(1 << 30)
+    """Bytes of such tensors in memory at once; no job may have more."""
+
     # --- the hot zone ---
     backend: Literal["auto", "onnx", "tensorrt"] = "auto"
     """``auto``: TensorRT where there is a GPU, and ONNX for the models without a plan for it, else ONNX."""
@@ -201,7 +216,7 @@ class Settings(BaseSettings):
     def _any_case(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
 
-    @field_validator("pin", mode="before")
+    @field_validator("pin", "blob_stores_read", mode="before")
     @classmethod
     def _split_at_commas(cls, value: object) -> object:
         if isinstance(value, str):

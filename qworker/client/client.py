@@ -16,19 +16,28 @@ from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
+from msgspec.structs import replace
+
 from qworker.broker.base import Connector, Properties, Session
 from qworker.client.link import Link
-from qworker.client.replies import ReplyQueue, read_reply
+from qworker.client.replies import ReplyQueue, fetch_reply, read_reply
 from qworker.errors import BrokerError, BrokerUnavailable, CallTimeout
+from qworker.store.base import BlobStore
 from qworker.wire.codec import encode_job
 from qworker.wire.datatypes import tensor
-from qworker.wire.messages import MSGPACK, Job, Result, Tensor
+from qworker.wire.messages import JSON, MSGPACK, Job, Result, Tensor
 from qworker.wire.names import check_model_id
-from qworker.wire.topology import DEADLINE_HEADER, JOBS, PUBLISHED_HEADER
+from qworker.wire.reference import Referenced
+from qworker.wire.topology import BLOBS_HEADER, DEADLINE_HEADER, JOBS, PUBLISHED_HEADER
 
 _Answer = tuple[bytes, str | None] | BrokerError | None
 """What ends a wait: the reply's body and content type; the loss of the connection, or a publish that was refused;
 or, with None, the time."""
+
+BLOB_LIMIT = 8 << 20
+"""Bytes of tensors that stay in a message where there is a blob store: half of what RabbitMQ 4 takes."""
+_JSON_GROWTH = 8
+"""JSON takes up to so many times the bytes that a tensor has."""
 
 _checked_id = lru_cache(maxsize=4096)(check_model_id)
 
@@ -39,7 +48,10 @@ class Client:
     Any number of tasks may call at once. A lost connection is reopened by itself.
     """
 
-    def __init__(self, connector: Connector) -> None:
+    def __init__(self, connector: Connector, blobs: BlobStore | None = None, *, blob_limit: int = BLOB_LIMIT) -> None:
+        """``blobs``: where tensors go that ``blob_limit`` bytes in a message do not hold, and results may lie."""
+        self._blobs = blobs
+        self._blob_limit = blob_limit
         # Written by ``_request`` alone (on_reply and on_lost only complete the futures).
         self._waiting: dict[str, asyncio.Future[_Answer]] = {}
         self._ids, self._numbers = uuid4().hex, itertools.count(1)
@@ -102,26 +114,31 @@ class Client:
         the same id: it may then run twice.
 
         Raises InvalidInput, UnknownModel, ModelUnavailable, JobFailed and the other job errors as the
-        worker says; CallTimeout; BrokerUnavailable; MessageTooLarge and other PublishFailed.
+        worker says; CallTimeout; BrokerUnavailable; MessageTooLarge and other PublishFailed; StoreError and
+        BlobUnavailable where tensors go by the blob store.
         """
         job = self._job(model, inputs, version, outputs, parameters)
-        body = encode_job(job, content_type)
         now = time.time()
         if deadline is None and timeout is not None:
             deadline = now + timeout
-        properties = _envelope(job.id, content_type, now, deadline, priority)
+        if self._blobs is not None:
+            job, timeout = await self._sent_apart(self._blobs, job, content_type, timeout)
+        body = encode_job(job, content_type)
+        properties = self._envelope(job.id, content_type, now, deadline, priority)
         reply = None if retry else await self._call_now(job, body, properties, timeout)
-        if reply is not None:
-            return read_reply(*reply).result()
-        limit = asyncio.timeout(timeout)
+        if reply is None:
+            limit = asyncio.timeout(timeout)
+            try:
+                async with limit:
+                    reply = await self._request(job, body, properties, retry=retry)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise self._timed_out(job, timeout) from None
         try:
-            async with limit:
-                reply = await self._request(job, body, properties, retry=retry)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise self._timed_out(job, timeout) from None
-        return read_reply(*reply).result()
+            return read_reply(*reply).result()
+        except Referenced as found:
+            return (await fetch_reply(found, self._blobs, *reply)).result()
 
     async def publish(
         self,
@@ -142,11 +159,14 @@ class Client:
 
         The result goes to the queue ``reply_to`` (see ``reply_queue``), or without one to the exchange
         ``qworker.results`` under the model's id. ``timeout`` limits the publishing, not the job;
-        ``deadline`` (unix seconds) limits the job. Raises BrokerUnavailable, PublishFailed.
+        ``deadline`` (unix seconds) limits the job. Raises BrokerUnavailable, PublishFailed, StoreError.
         """
         job = self._job(model, inputs, version, outputs, parameters)
+        now = time.time()
+        if self._blobs is not None:
+            job, timeout = await self._sent_apart(self._blobs, job, content_type, timeout)
         body = encode_job(job, content_type)
-        properties = _envelope(job.id, content_type, time.time(), deadline, priority, reply_to, correlation_id)
+        properties = self._envelope(job.id, content_type, now, deadline, priority, reply_to, correlation_id)
         limit = asyncio.timeout(timeout)
         try:
             async with limit:
@@ -167,7 +187,30 @@ class Client:
         Without ``durable`` it is exclusive and goes with the connection; a durable one outlives its
         readers and needs a name.
         """
-        return ReplyQueue(self._link, self._reply_queues, name=name, durable=durable, prefetch=prefetch)
+        return ReplyQueue(
+            self._link, self._reply_queues, name=name, durable=durable, prefetch=prefetch, blobs=self._blobs
+        )
+
+    async def _sent_apart(
+        self, blobs: BlobStore, job: Job, content_type: str, seconds: float | None
+    ) -> tuple[Job, float | None]:
+        """``job`` with what its message does not hold in the store, and what is left of the time."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        most = self._blob_limit // _JSON_GROWTH if content_type == JSON else self._blob_limit
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                inputs = await blobs.send(job.inputs, most)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise CallTimeout(
+                f"the blob store did not take the inputs of job {job.id} for {job.model} within {seconds:g} s: it was "
+                "not published. Allow more time, or look at the store"
+            ) from None
+        left = None if seconds is None else max(0.0, began + seconds - loop.time())
+        return replace(job, inputs=inputs), left
 
     async def _call_now(
         self, job: Job, body: bytes, properties: Properties, seconds: float | None
@@ -235,6 +278,32 @@ class Client:
         job_id = f"{self._ids}-{next(self._numbers):x}"
         return Job(job_id, model, tensors, version, tuple(outputs), dict(parameters or {}))
 
+    def _envelope(
+        self,
+        job_id: str,
+        content_type: str,
+        now: float,
+        deadline: float | None,
+        priority: int | None,
+        reply_to: str | None = None,
+        correlation_id: str | None = None,
+    ) -> Properties:
+        headers: dict[str, int | str] = {PUBLISHED_HEADER: int(now * 1000)}
+        if self._blobs is not None:
+            headers[BLOBS_HEADER] = self._blobs.prefix
+        if deadline is not None:
+            headers[DEADLINE_HEADER] = int(deadline * 1000)
+        return Properties(
+            message_id=job_id,
+            correlation_id=correlation_id or job_id,
+            reply_to=reply_to,
+            content_type=content_type,
+            timestamp_ms=int(now * 1000),
+            priority=priority,
+            persistent=True,
+            headers=headers,
+        )
+
     def _take_reply(self, body: bytes, properties: Properties) -> None:
         waiter = self._waiting.get(properties.correlation_id or "")
         if waiter is None or waiter.done():
@@ -281,27 +350,3 @@ def _named(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value if value.name == name else Tensor(name, value.datatype, value.array)
     return tensor(name, value)
-
-
-def _envelope(
-    job_id: str,
-    content_type: str,
-    now: float,
-    deadline: float | None,
-    priority: int | None,
-    reply_to: str | None = None,
-    correlation_id: str | None = None,
-) -> Properties:
-    headers = {PUBLISHED_HEADER: int(now * 1000)}
-    if deadline is not None:
-        headers[DEADLINE_HEADER] = int(deadline * 1000)
-    return Properties(
-        message_id=job_id,
-        correlation_id=correlation_id or job_id,
-        reply_to=reply_to,
-        content_type=content_type,
-        timestamp_ms=int(now * 1000),
-        priority=priority,
-        persistent=True,
-        headers=headers,
-    )

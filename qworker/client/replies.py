@@ -10,8 +10,10 @@ from uuid import uuid4
 from qworker.broker.base import Consumer, Delivery, Session
 from qworker.client.link import Link
 from qworker.errors import BrokerError, BrokerUnavailable, InvalidInput, JobFailed
-from qworker.wire.codec import decode_reply
+from qworker.store.base import BlobStore
+from qworker.wire.codec import Blobs, decode_reply
 from qworker.wire.messages import Failure, Result
+from qworker.wire.reference import Referenced
 from qworker.wire.topology import Queue
 
 
@@ -29,14 +31,39 @@ class Reply:
         return self.outcome
 
 
-def read_reply(body: bytes, content_type: str | None, correlation_id: str | None = None) -> Reply:
-    """Decode an answer. Raises JobFailed("bad_reply") when it is none."""
+def read_reply(
+    body: bytes, content_type: str | None, correlation_id: str | None = None, blobs: Blobs | None = None
+) -> Reply:
+    """Decode an answer. Raises JobFailed("bad_reply") when it is none, Referenced where it takes ``fetch_reply``."""
     try:
-        return Reply(decode_reply(body, content_type), correlation_id)
+        return Reply(decode_reply(body, content_type, blobs=blobs), correlation_id)
+    except Referenced:
+        raise
     except InvalidInput as exc:
-        raise JobFailed(
-            "bad_reply", f"the reply is not a result or a failure ({exc}); is something else answering these jobs?"
-        ) from exc
+        raise _bad_reply(exc) from exc
+
+
+async def fetch_reply(
+    found: Referenced,
+    store: BlobStore | None,
+    body: bytes,
+    content_type: str | None,
+    correlation_id: str | None = None,
+) -> Reply:
+    """``read_reply`` of an answer with tensors beside it. Raises BlobUnavailable where they cannot be read now."""
+    if store is None:
+        raise _bad_reply(found) from found
+    try:
+        blobs = await store.fetch(found.refs)
+    except InvalidInput as exc:
+        raise _bad_reply(exc) from exc
+    return await asyncio.to_thread(read_reply, body, content_type, correlation_id, blobs)
+
+
+def _bad_reply(exc: InvalidInput) -> JobFailed:
+    return JobFailed(
+        "bad_reply", f"the reply is not a result or a failure ({exc}); is something else answering these jobs?"
+    )
 
 
 class ReplyQueue:
@@ -48,7 +75,14 @@ class ReplyQueue:
     """
 
     def __init__(
-        self, link: Link, registry: set[ReplyQueue], *, name: str | None, durable: bool, prefetch: int
+        self,
+        link: Link,
+        registry: set[ReplyQueue],
+        *,
+        name: str | None,
+        durable: bool,
+        prefetch: int,
+        blobs: BlobStore | None = None,
     ) -> None:
         if durable and not name:
             raise ValueError("a durable reply queue needs a name: another reader must be able to find it")
@@ -56,6 +90,7 @@ class ReplyQueue:
         self._durable = durable
         self._prefetch = prefetch
         self._link = link
+        self._blobs = blobs
         self._registry = registry
         self._arrived: asyncio.Queue[Delivery | BrokerError] = asyncio.Queue()
         self._in_hand: Delivery | None = None
@@ -119,8 +154,8 @@ class ReplyQueue:
     async def receive(self) -> Reply:
         """The next answer; waits for it.
 
-        Raises JobFailed("bad_reply") for a message that is none, BrokerError when the queue cannot be read
-        any more. Either way the next call goes on: it tries again.
+        Raises JobFailed("bad_reply") for a message that is none, BlobUnavailable where its tensors lie beside it and
+        cannot be read, BrokerError when the queue cannot be read any more. Either way the next call goes on.
         """
         await self._settle()
         async with self._subscribing:
@@ -130,8 +165,11 @@ class ReplyQueue:
         if isinstance(arrived, BrokerError):
             raise arrived
         self._in_hand = arrived
-        properties = arrived.properties
-        return read_reply(arrived.body, properties.content_type, properties.correlation_id)
+        reply = (arrived.body, arrived.properties.content_type, arrived.properties.correlation_id)
+        try:
+            return read_reply(*reply)
+        except Referenced as found:
+            return await fetch_reply(found, self._blobs, *reply)
 
     async def _settle(self) -> None:
         delivery, self._in_hand = self._in_hand, None
