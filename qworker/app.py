@@ -12,7 +12,7 @@ from typing import Any, Literal
 import structlog
 
 from qworker import __version__
-from qworker.api import connector_for
+from qworker.api import blobs_of, connector_for
 from qworker.app_backends import Backends, open_backends
 from qworker.broker.reference.session import AioPikaConnector
 from qworker.config import Settings
@@ -29,11 +29,14 @@ async def run_worker(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; a second signal ends the process at once."""
     backends = await asyncio.to_thread(open_backends, settings)
     connector = connector_for(settings, settings.name)
-    worker = Worker(settings, connector, backends.store, backends.backend, backends.budgets)
+    blobs = blobs_of(settings, memory=int(settings.blob_memory))
+    worker = Worker(settings, connector, backends.store, backends.backend, backends.budgets, blobs)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, _stop_once, worker, signum)
     async with AsyncExitStack() as stack:
+        if blobs is not None:
+            await stack.enter_async_context(blobs)
         if settings.http_port is not None:
             not_ready, state = _health(worker, backends)
             health = HealthServer(
@@ -43,7 +46,6 @@ async def run_worker(settings: Settings) -> None:
                 state,
                 metrics=await asyncio.to_thread(_metrics_page, settings, worker, backends),
                 canary=Canary(backends.canary),
-                lag=worker.counters.measures.loop_lag,
             )
             await stack.enter_async_context(health)
             log.info("http.listening", host=settings.http_host, port=health.port)

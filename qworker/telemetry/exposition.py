@@ -128,6 +128,13 @@ class Exposition:
             "job_run_seconds": [((model,), each.run.copy()) for model, each in sums.items()],
             "job_publish_seconds": measures.publish.copy(),
             "job_cold_wait_seconds": cold,
+            "guards_total": [
+                (("tried_alone",), counters.get("jobs_tried_alone", 0)),
+                (("convicted",), counters.get("jobs_convicted", 0)),
+                (("unwanted",), counters.get("jobs_unwanted", 0)),
+                (("repeated",), counters.get("jobs_repeated", 0)),
+                (("load_quarantined",), counters.get("loads_quarantined", 0)),
+            ],
             "replies_unconfirmed": measures.unconfirmed,
             "runs_total": counters["runs"],
             "jobs_together_total": counters["jobs_together"],
@@ -201,14 +208,24 @@ class Exposition:
         }
 
     def _worker(self, state: Mapping[str, Any]) -> dict[str, float | Histogram | list[Sample]]:
-        broker = state["broker"]
+        broker, counters, consumers = state["broker"], state["counters"], state["consumers"].values()
         return {
             "worker_info": [(self._info, 1)],
             "ready": int(state["ready"]),
             "draining": int(state["draining"]),
             "broker_connected": int(broker["connected"]),
             "broker_blocked": int(broker["blocked"]),
-            "broker_reconnects_total": state["counters"]["reconnects"],
+            "broker_blocked_seconds": broker["blocked_seconds"],
+            "broker_blocks_total": counters["blocked"],
+            "outbox_messages": broker["outbox_messages"],
+            "outbox_bytes": broker["outbox_bytes"],
+            "broker_reconnects_total": counters["reconnects"],
+            "consumers_expected": sum(each["expected"] for each in consumers),
+            "consumers_missing": sum(
+                1 for each in consumers if each["counted"] and sum(each["counted"].values()) < each["expected"]
+            ),
+            "consumers_lost_total": counters["consumers_lost"],
+            "event_loop_stalls_total": state["loop"]["stalls"],
             "event_loop_lag_seconds": self._measures.loop_lag.copy(),
         }
 

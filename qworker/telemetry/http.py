@@ -10,16 +10,12 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from qworker.telemetry.measures import Histogram
-
 Readiness = Callable[[], str | None]
 """None when ready, else why not."""
 State = Callable[[], dict[str, Any]]
 Page = Callable[[str], Awaitable[tuple[bytes, str]]]
 """The Accept header → a page and its content type."""
 
-BEAT: Final = 0.25
-"""Seconds between two measurements of how late the event loop is."""
 CANARY_FRESH: Final = 5.0
 """Seconds for which the canary's last word holds: probes come often, and from several sides."""
 CANARY_PATIENCE: Final = 2.0
@@ -62,10 +58,7 @@ class Canary:
 
 
 class HealthServer:
-    """Serves the pages while entered. ``port`` is the bound one (0 asks for a free one).
-
-    ``lag`` gets a measurement of the event loop a few times a second.
-    """
+    """Serves the pages while entered. ``port`` is the bound one (0 asks for a free one)."""
 
     def __init__(
         self,
@@ -76,7 +69,6 @@ class HealthServer:
         *,
         metrics: Page | None = None,
         canary: Canary | None = None,
-        lag: Histogram | None = None,
     ) -> None:
         self._host = host
         self._wanted_port = port
@@ -84,9 +76,6 @@ class HealthServer:
         self._state = state
         self._metrics = metrics
         self._canary = canary
-        self._lag = lag
-        self._last_lag = 0.0
-        self._beat: asyncio.TimerHandle | None = None
         self._runner: web.AppRunner | None = None
         self.port = port
 
@@ -102,19 +91,16 @@ class HealthServer:
         site = web.TCPSite(self._runner, self._host, self._wanted_port)
         await site.start()
         self.port = self._runner.addresses[0][1]
-        self._next_beat()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._beat is not None:
-            self._beat.cancel()
         if self._canary is not None:
             self._canary.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        return web.json_response({"alive": True, "loop_lag_seconds": round(self._last_lag, 6)})
+        return web.json_response({"alive": True, **self._state().get("loop", {})})
 
     async def _readyz(self, _: web.Request) -> web.Response:
         reason = self._readiness()
@@ -129,15 +115,3 @@ class HealthServer:
         assert self._metrics is not None
         body, content_type = await self._metrics(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
-
-    def _next_beat(self) -> None:
-        loop = asyncio.get_running_loop()
-        due = loop.time() + BEAT
-
-        def beat() -> None:
-            self._last_lag = max(0.0, loop.time() - due)
-            if self._lag is not None:
-                self._lag.observe(self._last_lag)
-            self._next_beat()
-
-        self._beat = loop.call_at(due, beat)

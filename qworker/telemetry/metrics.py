@@ -48,6 +48,11 @@ JOBS: Final = (
     _histogram("job_run_seconds", "Runs of the engine that a job was part of, by model.", "model"),
     _histogram("job_publish_seconds", "From the send of an answer to the broker's confirm."),
     _histogram("job_cold_wait_seconds", "Queue wait of the jobs that were there before their model was hot here."),
+    _counter(
+        "guards",
+        "What kept a job or a load from doing harm: tried_alone, convicted, unwanted, repeated, load_quarantined.",
+        "guard",
+    ),
     _gauge("replies_unconfirmed", "Answers that were sent and are not confirmed by the broker yet."),
 )
 
@@ -134,8 +139,16 @@ WORKER: Final = (
     _gauge("draining", "1 when the worker was told to stop, and finishes what is in hand."),
     _gauge("broker_connected", "1 while there is a session with the broker."),
     _gauge("broker_blocked", "1 while the broker refuses publishes (memory or disk alarm)."),
+    _gauge("broker_blocked_seconds", "For how long it has done so; 0 while it takes them."),
+    _counter("broker_blocks", "Times that the broker began to refuse publishes."),
+    _gauge("outbox_messages", "Publishes that the broker has not confirmed, of all kinds."),
+    _gauge("outbox_bytes", "Their bytes."),
+    _gauge("consumers_expected", "Consumers of job queues that this worker believes to have."),
+    _gauge("consumers_missing", "Models for which the broker counts fewer consumers than this worker alone expects."),
+    _counter("consumers_lost", "Consumers that the broker had dropped, and that were made anew."),
     _counter("broker_reconnects", "Sessions with the broker that ended."),
     _histogram("event_loop_lag_seconds", "How late a timer on the event loop is, measured four times a second."),
+    _counter("event_loop_stalls", "Standstills of the event loop of more than two seconds."),
 )
 
 METRICS: Final = (*JOBS, *BATCHING, *HOT_ZONE, *LOADS, *CLAIMS, *WORKER)

@@ -17,6 +17,8 @@ from typing import Any, Final
 
 import structlog
 
+from qworker.telemetry.measures import Histogram
+
 log = structlog.get_logger(__name__)
 
 LOOP_STANDS: Final = 75
@@ -33,10 +35,19 @@ class Watchdog:
     interpreter, it could not look either, and the loop has done nothing wrong.
     """
 
-    def __init__(self, limit: float, end: Callable[[], None] | None = None, *, beat: float = BEAT) -> None:
+    def __init__(
+        self,
+        limit: float,
+        end: Callable[[], None] | None = None,
+        *,
+        beat: float = BEAT,
+        lags: Histogram | None = None,
+    ) -> None:
+        """Each turn's lag goes into ``lags``."""
         self._limit = limit
         self._end = end or _end_process
         self._beat = beat
+        self._lags = lags or Histogram()
         self._say_after = max(1, round(SAY_AFTER / beat))
         self._turns = 0  # written by the loop alone
         self._done = threading.Event()
@@ -74,6 +85,7 @@ class Watchdog:
             self._turns += 1
             self.last_lag = max(0.0, loop.time() - due)
             self.worst_lag = max(self.worst_lag, self.last_lag)
+            self._lags.observe(self.last_lag)
             self._next_turn(loop)
 
         self._timer = loop.call_at(due, turn)

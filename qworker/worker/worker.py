@@ -79,7 +79,7 @@ class Worker:
         self._registry = Registry(store, clock)
         self._sessions = Sessions(connector, self.counters)
         self._pulse = Pulse(settings.name, self.counters, clock)
-        self._watchdog = Watchdog(settings.watchdog)
+        self._watchdog = Watchdog(settings.watchdog, lags=self.counters.measures.loop_lag)
         self._engine_threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="engine")
         self._load_threads = ThreadPoolExecutor(
             settings.max_concurrent_loads + 2,

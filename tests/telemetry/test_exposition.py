@@ -26,7 +26,15 @@ def state_of(counters: Counters, *rows: dict[str, Any], **more: Any) -> dict[str
     return {
         "ready": True,
         "draining": False,
-        "broker": {"connected": True, "blocked": False},
+        "broker": {
+            "connected": True,
+            "blocked": False,
+            "blocked_seconds": 0.0,
+            "outbox_messages": 0,
+            "outbox_bytes": 0,
+        },
+        "consumers": {each["model"]: {"expected": 2, "counted": {"jobs": 1, "batch": 1}} for each in rows},
+        "loop": {"stalls": 0},
         "models": list(rows),
         "claims": {each["model"]: "serve" for each in rows},
         "refusing": [],
