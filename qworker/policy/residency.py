@@ -9,14 +9,16 @@ something to decide.
 promised is not memory that came back. Bytes of draining models are *on their way*; while those and the
 free ones are enough for the first in line, nobody else is told to leave.
 
-**The line** is first come, first served. Its *head* is the first request that does not fit now. A later
-one passes only if it fits in free bytes and ``free + on their way - its own`` is still enough for the
-head. So once the head is covered nothing that passes uncovers it, and while it is not covered nobody
-passes and all that comes free is for the head. After ``max_cold_wait`` even busy models must go for it,
-without a way back. Hence the head is admitted once the loads and jobs in hand have ended, at the latest
-``max_cold_wait + min_residency`` after it came, and then the next one is the head: nobody starves. The
-exception is a request that cannot fit beside the models pinned now. It keeps its place and holds back
-nobody until the pins allow it.
+**The line** is first come, first served, the more urgent before the less urgent; but nobody goes before
+one that is overdue, that is, has waited for ``max_cold_wait``. Its *head* is the first request that does
+not fit now. A later one passes only if it fits in free bytes and ``free + on their way - its own`` is
+still enough for the head. So once the head is covered nothing that passes uncovers it, and while it is
+not covered nobody passes and all that comes free is for the head. After ``max_cold_wait`` even busy
+models must go for it, without a way back. Hence the head is admitted once the loads and jobs in hand have
+ended, at the latest ``max_cold_wait + min_residency`` after it came, and then the next one is the head;
+the more urgent ones before it all came within its own ``max_cold_wait``: nobody starves. The exception is
+a request that cannot fit beside the models pinned now. It keeps its place and holds back nobody until the
+pins allow it.
 
 **Victims** are the smallest set that frees enough, in the order of the eviction key: hot, idle, unpinned,
 and resident for ``min_residency``. For an *overdue* head (it has waited ``max_cold_wait``) drains that
@@ -87,6 +89,7 @@ class _Entry:
     nbytes: int
     state: State
     since: float
+    urgency: int = 0
     served: bool = False  # finished a job since it became hot
     forced: bool = False  # draining without a way back
 
@@ -114,9 +117,10 @@ class Residency:
 
     # --- events ----------------------------------------------------------------------------------
 
-    def want(self, model: str, nbytes: int, now: float) -> Decision:
+    def want(self, model: str, nbytes: int, now: float, *, urgency: int = 0) -> Decision:
         """A claim wants ``nbytes``: admitted in this or a later decision, or refused at once for good.
 
+        The more urgent one goes before the others in line, but for those that are overdue.
         Raises ValueError for a model that is in the table already: a claim asks only when it is cold.
         """
         if (entry := self._entries.get(model)) is not None:
@@ -125,8 +129,13 @@ class Residency:
             raise ValueError(f"want({model!r}) needs bytes >= 0, found {nbytes}")
         if nbytes > self._budget:
             return Decision(refuse=(model,))
-        self._entries[model] = _Entry(nbytes, State.WAITING, now)
-        self._line.append(model)
+        self._entries[model] = _Entry(nbytes, State.WAITING, now, urgency)
+        at = len(self._line)
+        while (
+            at > 0 and self._entries[before := self._line[at - 1]].urgency < urgency and not self._overdue(before, now)
+        ):
+            at -= 1
+        self._line.insert(at, model)
         return self._settle(now)
 
     def abandon(self, model: str, now: float) -> Decision:

@@ -65,9 +65,9 @@ class Answered:
         until = self._known.get(_digest(_key(model, asked.message_id, asked)))
         return until is not None and until >= self._clock()
 
-    async def hears_of(self, model: str, asked: Properties) -> bool:
-        """``knows``, after the time in which the news may still come."""
-        until = self._clock() + HEARSAY_SECONDS
+    async def hears_of(self, model: str, asked: Properties, *, since: float) -> bool:
+        """``knows``, after the time in which the news may still come to a job that came ``since``."""
+        until = since + HEARSAY_SECONDS
         while not self.knows(model, asked):
             left = until - self._clock()
             if left <= 0.0 or not asked.message_id:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, Protocol
 
-from qworker.errors import JobCancelled
+from qworker.errors import JobCancelled, JobError
+from qworker.wire.control import read_cancel
 from qworker.worker.hot_zone import Clock
 
 KEPT_SECONDS = 3600.0
 MOST_KEPT = 20_000
+
+
+class Tenant(Protocol):
+    """A model with jobs in hand."""
+
+    def cancel(self, job_ids: AbstractSet[str], why: JobError) -> tuple[set[str], set[str]]:
+        """End those that have not begun. The ids that ended so, and those that run."""
+        ...
 
 
 class Cancelled:
@@ -35,6 +46,23 @@ class Cancelled:
         until = self.ids.get(job_id)
         if until is not None and until >= self._clock():
             raise cancelled()
+
+    def carry_out(self, arguments: Mapping[str, Any], tenants: Mapping[str, Tenant]) -> Mapping[str, Any]:
+        """The verb ``cancel``: end those in hand that have not begun, and those that come, when they come.
+
+        A model that loads for one of them goes on loading: others may want it, and nobody can tell.
+        """
+        asked = read_cancel(arguments)
+        jobs = frozenset(asked.jobs)
+        self.add(jobs)
+        ended: set[str] = set()
+        running: set[str] = set()
+        for model, tenant in tenants.items():
+            if asked.model in (None, model):
+                gone, left = tenant.cancel(jobs, cancelled())
+                ended |= gone
+                running |= left
+        return {"cancelled": sorted(ended), "running": sorted(running)}
 
 
 def cancelled() -> JobCancelled:

@@ -49,7 +49,7 @@ class HotZone:
         """``tenant`` is who will be told to leave when ``model`` is evicted."""
         self._tenants[model] = tenant
 
-    async def room(self, model: str, nbytes: int, *, within: float, kind: str = "") -> bool:
+    async def room(self, model: str, nbytes: int, *, within: float, kind: str = "", urgency: int = 0) -> bool:
         """Wait until ``nbytes`` are booked for ``model``; False when they were not within ``within`` seconds.
 
         ``kind`` names the memory, where there is more than one. From True on, the bytes are held until
@@ -58,7 +58,7 @@ class HotZone:
         self._table_of[model] = self._tables.get(kind, self._first)
         admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting[model] = admitted
-        self._obey(self._of(model).want(model, nbytes, self._clock()))
+        self._obey(self._of(model).want(model, nbytes, self._clock(), urgency=urgency))
         try:
             await asyncio.wait({admitted}, timeout=within)
         except asyncio.CancelledError:

@@ -85,8 +85,10 @@ class Loader:
         with self._counters.measures.stage("card"):
             return await self._in_thread(lambda: self._store.card(model))
 
-    async def load(self, card: Card) -> Loaded:
+    async def load(self, card: Card, *, urgency: int = 0) -> Loaded:
         """A warm engine. From here its bytes are held until the caller unloads it.
+
+        The more urgent one gets bytes first, as far as ``policy.residency`` lets it pass.
 
         Raises CorruptModel and LoadFailed (this file will not load), StoreError (it may later), NoRoom,
         ModelTooLarge.
@@ -98,7 +100,9 @@ class Loader:
         del found  # the file's bytes live in ``source`` alone, and leave it with the load
         nbytes = max(card.resident_bytes, self._measured.get(card.digest, 0))
         with measures.stage("room"):
-            if not await self._zone.room(card.model, nbytes, within=self._claim_timeout, kind=card.backend):
+            if not await self._zone.room(
+                card.model, nbytes, within=self._claim_timeout, kind=card.backend, urgency=urgency
+            ):
                 raise NoRoom(f"{card.model} needs {nbytes} bytes, and they were not free in {self._claim_timeout:g} s")
         asked = self._clock()
         try:
