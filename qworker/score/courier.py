@@ -1,0 +1,554 @@
+"""Carries parts to the workers by the batch lane and brings their answers back, over any loss of a connection.
+
+A window of jobs is on its way at any moment. A failed job is split until the bad row stands alone, or tried again,
+as ``policy.offline`` says. Answers are acknowledged by whoever takes them, when they are safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from qworker.broker.base import Connector, Delivery, MessageTooLarge, Properties, Session
+from qworker.errors import (
+    BrokerError,
+    BrokerRefused,
+    BrokerUnavailable,
+    InvalidInput,
+    ModelChanged,
+    ModelUnavailable,
+    PublishFailed,
+    QworkerError,
+    TopologyMismatch,
+    UnknownModel,
+)
+from qworker.policy.flow import Window
+from qworker.policy.offline import PAUSES, After, after_failure, pieces
+from qworker.score.mapping import Plan
+from qworker.score.parts import Part
+from qworker.wire.codec import decode_reply, encode_job
+from qworker.wire.messages import MSGPACK, Failure, Job, Result
+from qworker.wire.topology import BATCH, PUBLISHED_HEADER, Queue, QueueType, lane_queue, lane_topology
+
+_LOG = logging.getLogger(__name__)
+
+TICK = 0.1
+STALL_SECONDS = 30.0
+"""Without any answer for so long, the broker is asked whether it still has the jobs."""
+QUIET_SECONDS = 0.5
+FLYING_BYTES = 64 << 20
+REPLY_QUEUE_DAYS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One model of a run, and what its jobs say."""
+
+    model: str
+    plan: Plan
+    version: str | None = None
+    """What answers must come from; None: anything."""
+    outputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a part's rows, on its way as one job."""
+
+    route: int
+    part: Part
+    lo: int
+    hi: int
+    tries: int = 1
+
+    @property
+    def key(self) -> str:
+        """What its answers are known by, whichever try they are of."""
+        return f"{self.route}.{self.part.number}.{self.lo}.{self.hi}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The end of a piece: its result, or why its only row has none."""
+
+    piece: Piece
+    result: Result | None
+    body: bytes
+    failure: Failure | None
+    delivery: Delivery | None
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one model has cost so far."""
+
+    rows: int = 0
+    failed: int = 0
+    jobs: int = 0
+    retries: int = 0
+    run_seconds: float = 0.0
+    load_seconds: dict[float, float] = field(default_factory=dict[float, float])
+    """By their own value: all jobs that waited for one load tell the same."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    piece: Piece
+    sent: float
+    nbytes: int
+    confirmed: bool = False
+
+
+def reply_queue(run: str) -> Queue:
+    """The durable queue of a run's answers: it outlives its client, though not for ever."""
+    arguments = {"x-queue-type": "quorum", "x-expires": REPLY_QUEUE_DAYS * 86_400_000}
+    return Queue(f"qworker.score.{run}", arguments=arguments)
+
+
+def own_reply_queue(run: str) -> Queue:
+    """A queue that goes with its connection, for answers that nobody will resume."""
+    return Queue(
+        f"qworker.score.{run}", durable=False, exclusive=True, auto_delete=True, arguments={"x-queue-type": "classic"}
+    )
+
+
+class Courier:
+    """``async with`` connects, and closes. ``deliver`` once.
+
+    Owned here, on the event loop: the jobs on their way, those to be sent, and answers that came before their part
+    was reached.
+    """
+
+    def __init__(
+        self,
+        connector: Connector,
+        run: str,
+        replies: Queue,
+        routes: Sequence[Route],
+        window: Window,
+        *,
+        max_body: int,
+        queue_type: QueueType = "quorum",
+        was_sent: Callable[[int, int], bool] | None = None,
+    ) -> None:
+        """``was_sent``: whether a former process of this run published a part of a model."""
+        self.run = run
+        self.tallies = [Tally() for _ in routes]
+        self._connector = connector
+        self._replies = replies
+        self._routes = routes
+        self._window = window
+        self._max_body = max_body
+        self._queue_type: QueueType = queue_type
+        self._was_sent = was_sent
+        self._reached = [-1] * len(routes)  # the last part of each model that was begun
+        self._session: Session | None = None
+        self._opened = asyncio.Event()
+        self._flying: dict[str, _Flight] = {}
+        self._flying_bytes = 0
+        self._due: deque[Piece] = deque()
+        self._later: list[tuple[float, Piece]] = []
+        self._early: dict[str, Delivery] = {}
+        self._events: asyncio.Queue[Answer | QworkerError | None] = asyncio.Queue()
+        self._stir = asyncio.Event()
+        self._heard = time.monotonic()
+        self._arrived = asyncio.Event()
+        self._fed = False
+        self._open = 0
+        self._doubles = 0
+        self._tasks = asyncio.TaskGroup()
+        self._chores: list[asyncio.Task[None]] = []
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Courier:
+        await self._connect()
+        await self._tasks.__aenter__()
+        self._chores = [self._tasks.create_task(self._watch()), self._tasks.create_task(self._tick())]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for chore in self._chores:
+            chore.cancel()
+        session, self._session = self._session, None
+        try:
+            if session is not None:
+                await session.__aexit__(None, None, None)
+        finally:
+            cancelled = (kind, exc, trace) if isinstance(exc, asyncio.CancelledError) else (None, None, None)
+            await self._tasks.__aexit__(*cancelled)
+
+    @property
+    def blocked(self) -> bool:
+        """The broker takes no messages now."""
+        return self._session is None or self._session.blocked
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flying)
+
+    async def hot(self) -> list[bool]:
+        """Which of the models somebody serves now."""
+        session = await self._ready()
+        depths = await session.depths([lane_queue("jobs", route.model) for route in self._routes])
+        return [depth is not None and depth.consumers > 0 for depth in depths]
+
+    async def settle_in(self) -> None:
+        """Take what answers are there: return once none has come for a moment."""
+        while True:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(QUIET_SECONDS):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return
+
+    async def clear(self) -> None:
+        """The run is over: wait a moment for answers that come twice, and delete the reply queue."""
+        if self._doubles > 0:
+            await self.settle_in()
+        await (await self._ready()).delete_queue(self._replies.name)
+
+    def doubled(self) -> None:
+        """A part that a former process sent is sent again: its answer may come twice."""
+        self._doubles += 1
+
+    # --- delivering ------------------------------------------------------------------------------
+
+    async def deliver(self, sending: AsyncIterator[Piece]) -> AsyncIterator[Answer]:
+        """Send all pieces, and yield how each row ended, in the order in which answers come.
+
+        Raises what ``sending`` raises, and UnknownModel, ModelUnavailable, ModelChanged, BrokerRefused.
+        """
+        self._chores.append(self._tasks.create_task(self._pump(sending)))
+        while True:
+            if self._fed and not self._open and self._events.empty():
+                return
+            event = await self._events.get()
+            if isinstance(event, QworkerError):
+                raise event
+            if event is not None:
+                self._open -= 1
+                yield event
+                self._stir.set()
+
+    async def _pump(self, sending: AsyncIterator[Piece]) -> None:
+        """Keep the window full."""
+        try:
+            while True:
+                self._stir.clear()
+                while self._has_room():
+                    if self._due:
+                        await self._publish(self._due.popleft())
+                    elif not self._fed:
+                        piece = await anext(sending, None)
+                        if piece is None:
+                            self._fed = True
+                            self._events.put_nowait(None)
+                            continue
+                        self._open += 1
+                        await self._begin(piece)
+                    else:
+                        break
+                await self._stir.wait()
+        except QworkerError as exc:
+            self._events.put_nowait(exc)
+
+    def _has_room(self) -> bool:
+        waiting = len(self._flying) + self._events.qsize()
+        return waiting < self._window.size and (self._flying_bytes < FLYING_BYTES or not self._flying)
+
+    async def _begin(self, piece: Piece) -> None:
+        early = self._early.pop(piece.key, None)
+        self._reached[piece.route] = piece.part.number
+        if self._early:
+            self._forget_passed()
+        if early is None:
+            await self._publish(piece)
+        else:
+            self._flying[piece.key] = _Flight(piece, time.monotonic(), 0, confirmed=True)
+            self._take(early)
+
+    def _forget_passed(self) -> None:
+        """Answers to stretches that are sent in other pieces now."""
+        for key in list(self._early):
+            route, part, *_ = map(int, key.split("."))
+            if part < self._reached[route]:
+                self._drop(self._early.pop(key))
+
+    async def _publish(self, piece: Piece) -> None:
+        """Send a piece. What goes wrong on the way comes back by itself."""
+        try:
+            body, properties = self._job(piece)
+        except InvalidInput as exc:
+            self._end(piece, None, b"", Failure("", self._routes[piece.route].model, exc.code, str(exc)), None)
+            return
+        flight = self._flying[piece.key] = _Flight(piece, time.monotonic(), len(body))
+        self._flying_bytes += len(body)
+        self.tallies[piece.route].jobs += 1
+        if len(body) > self._max_body:
+            self._fail(flight, Failure("", "", MessageTooLarge.code, f"the job has {len(body)} bytes: too many"), None)
+            return
+        await self._hand_over(flight, body, properties)
+
+    async def _hand_over(self, flight: _Flight, body: bytes, properties: Properties) -> None:
+        model = self._routes[flight.piece.route].model
+
+        def told(error: BrokerError | None) -> None:
+            if error is None:
+                flight.confirmed = True
+            elif not isinstance(error, BrokerUnavailable):  # a lost session sends again what has no confirm
+                self._unsent(flight, error)
+
+        session = await self._ready()
+        if session.send(BATCH, model, body, properties, told):
+            return
+        if session.blocked:
+            self._window.choked()
+        try:
+            await session.publish(BATCH, model, body, properties)
+            flight.confirmed = True
+        except BrokerUnavailable:
+            return
+        except BrokerError as exc:
+            self._unsent(flight, exc)
+
+    def _job(self, piece: Piece) -> tuple[bytes, Properties]:
+        route = self._routes[piece.route]
+        job_id = f"{self.run}.{piece.key}.{piece.tries}"
+        tensors = piece.part.tensors(route.plan, piece.lo, piece.hi)
+        body = encode_job(Job(job_id, route.model, tensors, None, route.outputs), MSGPACK)
+        now = int(time.time() * 1000)
+        properties = Properties(
+            message_id=job_id,
+            correlation_id=job_id,
+            reply_to=self._replies.name,
+            content_type=MSGPACK,
+            timestamp_ms=now,
+            persistent=True,
+            headers={PUBLISHED_HEADER: now},
+        )
+        return body, properties
+
+    # --- answers ---------------------------------------------------------------------------------
+
+    def _take(self, delivery: Delivery) -> None:
+        """An answer came; also twice, also to a former process."""
+        self._heard = time.monotonic()
+        self._arrived.set()
+        run, _, rest = (delivery.properties.correlation_id or "").partition(".")
+        key = rest.rpartition(".")[0]
+        flight = self._flying.get(key)
+        if flight is None:
+            if run == self.run and key not in self._early and self._is_early(key):
+                self._early[key] = delivery
+            else:
+                self._doubles -= 1
+                self._drop(delivery)
+            return
+        try:
+            outcome = decode_reply(delivery.body, delivery.properties.content_type)
+        except InvalidInput as exc:
+            outcome = Failure("", "", exc.code, f"the reply is none: {exc}")
+        if isinstance(outcome, Failure):
+            self._fail(flight, outcome, delivery)
+            return
+        route, tally = self._routes[flight.piece.route], self.tallies[flight.piece.route]
+        if route.version is not None and outcome.version != route.version:
+            self._drop(delivery)
+            self._events.put_nowait(
+                ModelChanged(
+                    f"{route.model}: the run is of version {route.version}, and now version {outcome.version} answers: "
+                    "begin a new run for that, or register the former version again and resume"
+                )
+            )
+            return
+        tally.run_seconds += outcome.timing.get("run", 0.0)
+        load = outcome.timing.get("load")
+        if load is not None:
+            tally.load_seconds[load] = load
+        elif flight.confirmed:
+            piece = flight.piece
+            self._window.answered(piece.route, piece.hi - piece.lo, time.monotonic() - flight.sent)
+        self._end(flight.piece, outcome, delivery.body, None, delivery)
+
+    def _is_early(self, key: str) -> bool:
+        """Whether an answer belongs to a part that a former process sent and that is not reached yet."""
+        if self._was_sent is None:
+            return False
+        try:
+            route, part, _, _ = map(int, key.split("."))
+        except ValueError:
+            return False
+        return route < len(self._reached) and part > self._reached[route] and self._was_sent(route, part)
+
+    def _end(
+        self, piece: Piece, result: Result | None, body: bytes, failure: Failure | None, delivery: Delivery | None
+    ) -> None:
+        self._land(piece)
+        tally = self.tallies[piece.route]
+        if result is None:
+            tally.failed += piece.hi - piece.lo
+        else:
+            tally.rows += piece.hi - piece.lo
+        self._events.put_nowait(Answer(piece, result, body, failure, delivery))
+
+    def _land(self, piece: Piece) -> None:
+        flight = self._flying.pop(piece.key, None)
+        if flight is not None:
+            self._flying_bytes -= flight.nbytes
+        self._stir.set()
+
+    def _fail(self, flight: _Flight, failure: Failure, delivery: Delivery | None) -> None:
+        piece = flight.piece
+        rows, model = piece.hi - piece.lo, self._routes[piece.route].model
+        after = after_failure(failure.code, retryable=failure.retryable, rows=rows, tries=piece.tries)
+        if after is After.REFUSE:
+            self._end(piece, None, b"", failure, delivery)
+            return
+        self._land(piece)
+        if delivery is not None:
+            self._drop(delivery)
+        if after is After.STOP:
+            self._events.put_nowait(_stopped(model, failure))
+            return
+        self.tallies[piece.route].retries += 1
+        if after is After.AGAIN:
+            pause = PAUSES[min(piece.tries, len(PAUSES)) - 1]
+            again = Piece(piece.route, piece.part, piece.lo, piece.hi, piece.tries + 1)
+            self._later.append((time.monotonic() + pause, again))
+            return
+        parts = [Piece(piece.route, piece.part, lo, hi) for lo, hi in pieces(piece.lo, piece.hi)]
+        self._open += len(parts) - 1
+        self._due.extend(parts)
+
+    def _unsent(self, flight: _Flight, error: BrokerError) -> None:
+        code = error.code if isinstance(error, MessageTooLarge) else PublishFailed.code
+        self._fail(flight, Failure("", "", code, str(error), retryable=error.retryable), None)
+
+    def _drop(self, delivery: Delivery) -> None:
+        if not delivery.ack_soon():
+            self._tasks.create_task(delivery.ack())
+
+    # --- the connection --------------------------------------------------------------------------
+
+    async def _ready(self) -> Session:
+        while self._session is None or not self._session.is_open:
+            self._opened.clear()
+            await self._opened.wait()
+        return self._session
+
+    async def _connect(self) -> None:
+        session = await self._connector.connect()
+        try:
+            await session.declare(self._replies)
+            for route in self._routes:
+                await self._declare_lane(session, route.model)
+            await session.consume(self._replies.name, self._take, prefetch=1000)
+        except BaseException:
+            await session.__aexit__(None, None, None)
+            raise
+        self._session = session
+        self._opened.set()
+
+    async def _declare_lane(self, session: Session, model: str) -> None:
+        """The batch lane exists from its first use on."""
+        if await session.depth(lane_queue("batch", model)) is None:
+            try:
+                await session.declare(*lane_topology("batch", model, self._queue_type))
+            except TopologyMismatch:  # somebody was quicker, with queues of the other type
+                _LOG.debug("the batch queue of %s is there by now", model)
+
+    async def _watch(self) -> None:
+        """Open a new session whenever one is lost, and send again what nobody has confirmed."""
+        while self._session is not None:
+            session = self._session
+            reason = await session.wait_closed()
+            if reason is None:
+                return
+            _LOG.warning("connection to the broker lost, reopening it: %s", reason)
+            self._window.choked()
+            self._session = None
+            self._early.clear()  # they come again
+            await session.__aexit__(None, None, None)
+            try:
+                await self._reconnect()
+            except (BrokerRefused, TopologyMismatch) as exc:
+                self._events.put_nowait(exc)
+                return
+            for flight in [flight for flight in self._flying.values() if not flight.confirmed]:
+                self._land(flight.piece)
+                self._due.append(flight.piece)
+            self._stir.set()
+
+    async def _reconnect(self) -> None:
+        pause, refusals = 0.1, 0
+        while True:
+            try:
+                await self._connect()
+                return
+            except BrokerRefused:
+                refusals += 1  # a broker that is still starting refuses too
+                if refusals > 10:
+                    raise
+            except BrokerUnavailable as exc:
+                _LOG.debug("no connection yet: %s", exc)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - spreads load, keeps no secret
+            pause = min(2 * pause, 5.0)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            now = time.monotonic()
+            ripe = [piece for at, piece in self._later if at <= now]
+            if ripe:
+                self._later = [(at, piece) for at, piece in self._later if at > now]
+                self._due.extend(ripe)
+                self._stir.set()
+            if self._flying and now - self._heard > STALL_SECONDS:
+                self._heard = now
+                await self._look_for_lost()
+
+    async def _look_for_lost(self) -> None:
+        """Send again what the broker has not any more: a queue was purged, or it gave a job up by itself."""
+        session = self._session
+        if session is None or session.blocked:
+            return
+        try:
+            for number, route in enumerate(self._routes):
+                mine = [flight for flight in self._flying.values() if flight.piece.route == number]
+                if not mine:
+                    continue
+                depth = await session.depth(lane_queue("batch", route.model))
+                if depth is None:
+                    await self._declare_lane(session, route.model)
+                elif depth.ready or depth.consumers:
+                    continue  # they wait for a worker, or one has them in hand
+                _LOG.warning("%d jobs of %s are nowhere: sent again", len(mine), route.model)
+                for flight in mine:
+                    self._land(flight.piece)
+                    self._due.append(flight.piece)
+        except BrokerUnavailable as exc:
+            _LOG.debug("lost while looking: %s", exc)
+
+
+def _stopped(model: str, failure: Failure) -> QworkerError:
+    if failure.code == UnknownModel.code:
+        return UnknownModel(f"{model} is not registered any more where the workers look: {failure.message}")
+    if failure.code == ModelUnavailable.code:
+        return ModelUnavailable(f"{model} cannot be loaded by the workers: {failure.message}")
+    return failure.error()
+
+
+def acknowledge(answers: Sequence[Answer]) -> list[Any]:
+    """Acknowledge answers that are safe; what could not be done at once is returned to be awaited."""
+    return [a.delivery.ack() for a in answers if a.delivery is not None and not a.delivery.ack_soon()]
