@@ -109,9 +109,13 @@ class Subscriptions:
             await self.stop()
             await self.start(session, card)
             log.info("consumer.made_anew", model=self._model)
-        elif look and await self._is_batch_lane_new(session):
+        elif self._is_batch_lane_known() or (look and await self._is_batch_lane_new(session)):
             self._registry.has_batch_lane(self._model)
             await self._consume("batch", session, card)
+
+    def _is_batch_lane_known(self) -> bool:
+        """Others may have found it meanwhile. A model that refuses its jobs must not leave those of one lane."""
+        return "batch" not in self._consumers and self._model in self._registry.batch_lanes()
 
     async def _is_batch_lane_new(self, session: Session) -> bool:
         """A batch queue exists from its first use on, which may come while we are hot."""
@@ -126,7 +130,9 @@ class Subscriptions:
         for lane, depth in zip(lanes, depths, strict=True):
             ready, consumers = (depth.ready, depth.consumers) if depth is not None else (0, 0)
             self.counted[lane] = consumers
-            why = self._doubts[lane].look(ready=ready, consumers=consumers, in_hand=self._server.in_hand)
+            server = self._server
+            done = server.measured.jobs
+            why = self._doubts[lane].look(ready=ready, consumers=consumers, in_hand=server.in_hand, done=done)
             if why is not None:
                 self._lose(why)
 
