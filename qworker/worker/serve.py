@@ -20,12 +20,14 @@ from qworker.broker.base import Delivery, Session
 from qworker.errors import InvalidInput, JobError
 from qworker.store.card import Card
 from qworker.telemetry.measures import ModelMeasures
-from qworker.wire.codec import decode_job, reply_kind
+from qworker.wire.codec import Blobs, decode_job, reply_kind
 from qworker.wire.limits import Limits
 from qworker.wire.messages import JSON, Job, Result, Tensor
 from qworker.wire.names import shown
+from qworker.wire.reference import Referenced
 from qworker.wire.signature import Signature, check_inputs, check_outputs
 from qworker.wire.topology import DEADLINE_HEADER, PUBLISHED_HEADER
+from qworker.worker.apart import Apart
 from qworker.worker.batcher import Answer, Batcher, expired
 from qworker.worker.hot_zone import HotZone
 from qworker.worker.settle import Settler
@@ -110,11 +112,13 @@ class Server:
             raise expired(deadline, now)
         return serving
 
-    def decode(self, delivery: Delivery) -> Job:
-        """Raises InvalidInput."""
+    def decode(self, delivery: Delivery, blobs: Blobs | None = None) -> Job:
+        """Raises InvalidInput; Referenced where tensors travel beside the message, until it has ``blobs``."""
         properties = delivery.properties
         job_id = properties.message_id or ""
-        job = decode_job(delivery.body, properties.content_type, model=self.model, job_id=job_id, limits=self._limits)
+        job = decode_job(
+            delivery.body, properties.content_type, model=self.model, job_id=job_id, limits=self._limits, blobs=blobs
+        )
         # an id of its own, or a made-up one, so that logs and answers can name it
         return job if job.id else replace(job, id=str(uuid4()))
 
@@ -190,6 +194,8 @@ class _JobInHand:
                 server.spawn(self._decode_apart())
             else:
                 self._run(server.decode(delivery))
+        except Referenced as found:
+            self._fetch(found)
         except JobError as error:
             self._end(error)
 
@@ -197,6 +203,23 @@ class _JobInHand:
         """Numbers as text: about 5 ms a MiB, too long for the loop."""
         try:
             self._run(await asyncio.to_thread(self._server.decode, self._delivery))
+        except Referenced as found:
+            self._fetch(found)
+        except JobError as error:
+            self._end(error)
+
+    def _fetch(self, found: Referenced) -> None:
+        apart = self._server.settler.apart
+        if apart is None:
+            self._end(found)
+        else:
+            self._server.spawn(self._fetch_apart(apart, found))
+
+    async def _fetch_apart(self, apart: Apart, found: Referenced) -> None:
+        """Read and verify what lies beside the message, in threads, and go on."""
+        try:
+            blobs = await apart.inputs(found)
+            self._run(await asyncio.to_thread(self._server.decode, self._delivery, blobs))
         except JobError as error:
             self._end(error)
 
@@ -212,7 +235,11 @@ class _JobInHand:
                 verdict: Result | JobError = self._result(*answer.result())
             except JobError as error:
                 verdict = error
-            self._end(verdict)
+            apart = self._server.settler.apart
+            if apart is not None and isinstance(verdict, Result) and apart.wants(self._delivery.properties, verdict):
+                self._server.spawn(self._lighten(apart, verdict))
+            else:
+                self._end(verdict)
         except BaseException as bug:  # noqa: BLE001  # not swallowed
             self._server.crash(bug)
 
@@ -229,6 +256,9 @@ class _JobInHand:
             timing["load"] = serving.load_seconds  # the job was there before the model was
         self._server.measured.job(timing["queue"], timing["wait"], run_seconds, cold="load" in timing)
         return Result(self._job_id, self._server.model, serving.card.version, tuple(outputs), timing)
+
+    async def _lighten(self, apart: Apart, result: Result) -> None:
+        self._end(await apart.lighten(self._delivery.properties, result))
 
     def _end(self, verdict: Result | JobError) -> None:
         """Settle, at once where that is possible."""

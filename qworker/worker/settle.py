@@ -29,6 +29,7 @@ from qworker.telemetry.counters import Counters
 from qworker.wire.codec import encode_failure, reply_kind, result_body
 from qworker.wire.messages import JSON, Failure, Result
 from qworker.wire.topology import DEAD, RESULTS
+from qworker.worker.apart import Apart
 
 log = structlog.get_logger(__name__)
 
@@ -40,6 +41,8 @@ class Settler:
     """Settles the deliveries of one worker. Holds no state but its counters."""
 
     def __init__(self, worker: str, max_attempts: int, max_body: int, counters: Counters) -> None:
+        self.apart: Apart | None = None
+        """For tensors that travel beside their messages, where there is a store for them."""
         self._worker = worker
         self._max_attempts = max_attempts
         self._max_body = max_body
