@@ -20,11 +20,16 @@ class Doubt:
     def __init__(self) -> None:
         self._uncounted = 0
         self._idle = 0
+        self._done = 0
 
-    def look(self, *, ready: int, consumers: int, in_hand: int) -> str | None:
-        """Why the consumer is to be made anew, or None. ``in_hand``: jobs of the model that are not settled."""
+    def look(self, *, ready: int, consumers: int, in_hand: int, done: int) -> str | None:
+        """Why the consumer is to be made anew, or None.
+
+        ``in_hand``: jobs of the model that are not settled; ``done``: those that were, ever.
+        """
         self._uncounted = self._uncounted + 1 if consumers == 0 else 0
-        self._idle = self._idle + 1 if ready and not in_hand else 0
+        self._idle = self._idle + 1 if ready and not in_hand and done == self._done else 0
+        self._done = done
         if self._uncounted >= DOUBTS:
             return "the broker counts no consumer"
         if self._idle >= DOUBTS:

@@ -115,12 +115,14 @@ class Cable:
     """Stands between a worker and its broker. ``cut`` breaks the connections that run through it.
 
     ``mute`` keeps what the broker says on the ``n``-th connection of the present session from arriving: the
-    first one consumes, the second one publishes.
+    first one consumes, the second one publishes. ``choke`` keeps what we say from leaving. ``break_in_silence``
+    ends our side of all, and the broker is told nothing: it keeps the connections until it misses heartbeats.
     """
 
     def __init__(self, url: str) -> None:
         self._target = urlsplit(url)
-        self._pairs: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter, asyncio.Event]] = []
+        self._pairs: list[_Pair] = []
+        self._ghosts: list[_Pair] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._plugged = asyncio.Event()
@@ -133,6 +135,7 @@ class Cable:
     async def __aexit__(self, *exc: object) -> None:
         assert self._server is not None
         self._server.close()
+        self._pairs += self._ghosts
         self.cut()
         while self._tasks:
             await asyncio.wait(set(self._tasks))
@@ -144,10 +147,18 @@ class Cable:
         return self._target._replace(netloc=f"guest:guest@127.0.0.1:{port}").geturl()
 
     def cut(self) -> None:
-        for ours, theirs, audible in self._pairs:
-            audible.set()
-            ours.transport.abort()
-            theirs.transport.abort()
+        for pair in self._pairs:
+            pair.release()
+            pair.ours.transport.abort()
+            pair.theirs.transport.abort()
+        self._pairs.clear()
+
+    def break_in_silence(self) -> None:
+        for pair in self._pairs:
+            pair.haunted = True
+            pair.release()
+            pair.ours.transport.abort()
+        self._ghosts += self._pairs
         self._pairs.clear()
 
     def unplug(self) -> None:
@@ -159,7 +170,13 @@ class Cable:
         self._plugged.set()
 
     def mute(self, number: int) -> None:
-        self._pairs[number][2].clear()
+        self._pairs[number].audible.clear()
+
+    def choke(self, number: int) -> None:
+        self._pairs[number].speaking.clear()
+
+    def let_speak(self, number: int) -> None:
+        self._pairs[number].speaking.set()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -171,26 +188,40 @@ class Cable:
             return
         assert self._target.hostname is not None
         far_reader, far_writer = await asyncio.open_connection(self._target.hostname, self._target.port)
-        audible = asyncio.Event()
-        audible.set()
-        always = asyncio.Event()
-        always.set()
-        self._pairs.append((writer, far_writer, audible))
+        pair = _Pair(writer, far_writer)
+        self._pairs.append(pair)
         async with asyncio.TaskGroup() as group:
-            group.create_task(_pipe(reader, far_writer, always))
-            group.create_task(_pipe(far_reader, writer, audible))
+            group.create_task(_pipe(reader, far_writer, pair.speaking, pair))
+            group.create_task(_pipe(far_reader, writer, pair.audible, pair))
 
 
-async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, audible: asyncio.Event) -> None:
+class _Pair:
+    """The two ends of one connection."""
+
+    def __init__(self, ours: asyncio.StreamWriter, theirs: asyncio.StreamWriter) -> None:
+        self.ours, self.theirs = ours, theirs
+        self.audible, self.speaking = asyncio.Event(), asyncio.Event()
+        self.haunted = False
+        self.release()
+
+    def release(self) -> None:
+        self.audible.set()
+        self.speaking.set()
+
+
+async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, let: asyncio.Event, pair: _Pair) -> None:
     try:
         while chunk := await reader.read(65536):
-            await audible.wait()
+            await let.wait()
+            if pair.haunted:
+                continue
             writer.write(chunk)
             await writer.drain()
     except OSError:
         pass
     finally:
-        writer.transport.abort()
+        if not pair.haunted or writer is pair.ours:
+            writer.transport.abort()
 
 
 @asynccontextmanager
