@@ -72,7 +72,7 @@ def worker(
     flags: dict[str, Any] = {key: value for key, value in locals().items() if key != "config" and value is not None}
     try:
         settings = load_settings(flags, config)
-        configure_logging(settings.log_level, settings.log_format)
+        configure_logging(settings.log_level, settings.log_format, settings.name)
         if settings.device == "all" and settings.backend != "onnx":
             raise typer.Exit(_supervise(settings))
         with asyncio.Runner(loop_factory=loop_factory(settings.event_loop)) as runner:

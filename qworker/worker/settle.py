@@ -26,6 +26,7 @@ from qworker.errors import (
 )
 from qworker.policy.outcome import Outcome, ReplyTo, Send, Settle, To, attempts, decide, of_result, on_arrival
 from qworker.telemetry.counters import Counters
+from qworker.telemetry.log import trace_of
 from qworker.wire.codec import encode_failure, reply_kind, result_body
 from qworker.wire.messages import JSON, Failure, Result
 from qworker.wire.topology import DEAD, RESULTS
@@ -133,7 +134,10 @@ class Settler:
         except (ResultTooLarge, InvalidInput) as error:
             return error
         except PublishFailed as error:
-            log.warning("reply.failed", model=model, job_id=delivery.properties.message_id, reason=str(error))
+            asked = delivery.properties
+            log.warning(
+                "reply.failed", model=model, job_id=asked.message_id, reason=str(error), **trace_of(asked.headers)
+            )
             return error
         if outcome.settle is Settle.ACK:
             await delivery.ack()
@@ -171,7 +175,8 @@ class Settler:
             body = encode_failure(Failure.of(job_id, model, verdict), content_type)
             self._counters.jobs_failed += 1
             self._counters.measures.failures[verdict.code] += 1
-            log.info("job.failed", model=model, job_id=job_id, code=verdict.code, reason=str(verdict))
+            why, trace = str(verdict), trace_of(asked.headers)
+            log.info("job.failed", model=model, job_id=job_id, code=verdict.code, reason=why, **trace)
         exchange, key = (RESULTS, model) if outcome.to is To.RESULTS else ("", asked.reply_to or "")
         reply = _envelope(job_id, asked, content_type, ReplyTo.of(asked.reply_to))
         sent = time.perf_counter()
@@ -197,7 +202,8 @@ class Settler:
     def _lost(self, model: str, delivery: Delivery, reason: BrokerUnavailable) -> None:
         """The session ended first: the broker has the job back."""
         self._counters.jobs_given_back += 1
-        log.info("job.returned", model=model, job_id=delivery.properties.message_id, reason=str(reason))
+        asked = delivery.properties
+        log.info("job.returned", model=model, job_id=asked.message_id, reason=str(reason), **trace_of(asked.headers))
 
     async def _dead_letter(
         self, session: Session, delivery: Delivery, model: str, verdict: Result | QworkerError, cause: str
@@ -207,7 +213,8 @@ class Settler:
         self._counters.measures.dead_letters[cause] += 1
         asked = delivery.properties
         why = "the reply queue is gone" if isinstance(verdict, Result) else str(verdict)
-        log.warning("job.dead_lettered", model=model, job_id=asked.message_id, cause=cause, reason=why)
+        trace = trace_of(asked.headers)
+        log.warning("job.dead_lettered", model=model, job_id=asked.message_id, cause=cause, reason=why, **trace)
         headers: dict[str, Any] = {
             **asked.headers,
             "x-qworker-cause": cause,
