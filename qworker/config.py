@@ -134,7 +134,9 @@ class Settings(BaseSettings):
     max_queue_delay: SecondsOrZero = 0.002
     """How long a job may wait for others to share its run, where that is expected to pay."""
     max_attempts: Annotated[int, Field(ge=1, le=20)] = 5
-    """Deliveries after which a job without an outcome is held to be poison."""
+    """Runs of a job whose answer cannot be sent, or which break the device, before it is dead-lettered."""
+    max_crashes: Annotated[int, Field(ge=2, le=20)] = 3
+    """Workers that one job may end. After the first it runs alone; after the last it is dead-lettered as poison."""
     max_body: PositiveSize = ByteSize(16 * _MIB)
     """Largest message taken or sent. RabbitMQ 4 takes 16 MiB unless it is told otherwise."""
     grace: SecondsOrZero = 30.0

@@ -31,7 +31,6 @@ def register(app: typer.Typer) -> None:
 def worker(
     store: Annotated[str | None, Flag(help="Folder of the cold store.")] = None,
     broker: Annotated[str | None, Flag(help="amqp://user:password@host:port/vhost (amqps:// for TLS).")] = None,
-    blob_store: Annotated[str | None, Flag(help="Folder or s3://bucket/prefix for large tensors.")] = None,
     broker_username_file: Annotated[Path | None, Flag(help="File that holds the user name.")] = None,
     broker_password_file: Annotated[Path | None, Flag(help="File that holds the password.")] = None,
     backend: Annotated[str | None, Flag(help="auto, onnx or tensorrt.")] = None,
@@ -55,7 +54,8 @@ def worker(
     threads: Annotated[int | None, Flag(help="Threads that run engines.")] = None,
     intra_op_threads: Annotated[int | None, Flag(help="Threads within one run; 0: as cards advise.")] = None,
     max_queue_delay: Annotated[float | None, Flag(help="Seconds that a job may wait to share a run.")] = None,
-    max_attempts: Annotated[int | None, Flag(help="Deliveries after which a job counts as poison.")] = None,
+    max_attempts: Annotated[int | None, Flag(help="Runs of a job whose answer cannot be sent.")] = None,
+    max_crashes: Annotated[int | None, Flag(help="Workers that a job may end before it counts as poison.")] = None,
     grace: Annotated[float | None, Flag(help="Seconds to finish jobs in hand at a stop.")] = None,
     queue_type: Annotated[str | None, Flag(help="quorum or classic.")] = None,
     data_plane: Annotated[str | None, Flag(help="fast or aio-pika.")] = None,
@@ -72,7 +72,7 @@ def worker(
     flags: dict[str, Any] = {key: value for key, value in locals().items() if key != "config" and value is not None}
     try:
         settings = load_settings(flags, config)
-        configure_logging(settings.log_level, settings.log_format, settings.name)
+        configure_logging(settings.log_level, settings.log_format)
         if settings.device == "all" and settings.backend != "onnx":
             raise typer.Exit(_supervise(settings))
         with asyncio.Runner(loop_factory=loop_factory(settings.event_loop)) as runner:

@@ -11,7 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from qworker.errors import BrokerError, PoisonJob, QworkerError, UnknownModel, Unroutable
+from qworker.errors import (
+    BrokerError,
+    CallTimeout,
+    DeadlineExceeded,
+    DeviceLost,
+    DeviceMemoryFull,
+    ModelTooLarge,
+    ModelUnavailable,
+    PoisonJob,
+    QworkerError,
+    UnknownModel,
+    Unroutable,
+)
 
 REPLY_GONE = "reply_gone"
 """Dead-letter cause: the job named a reply queue that does not exist any more."""
@@ -76,7 +88,7 @@ def decide(
 ) -> Outcome:
     """The outcome of a job that ended with ``error``, or with a result when that is None.
 
-    ``attempts`` counts this delivery as well (see :func:`attempts`). Call it again with the BrokerError
+    ``attempts`` counts this run as well. Call it again with the BrokerError
     when sending the answer failed.
     """
     if error is None:
@@ -116,17 +128,109 @@ def of_unsent(error: BrokerError | type[BrokerError], *, attempts: int, max_atte
     return Outcome(settle=Settle.GIVE_BACK)
 
 
-def on_arrival(*, attempts: int, max_attempts: int) -> type[PoisonJob] | None:
-    """PoisonJob when a delivery has been tried too often already and must not run again, else None."""
-    return PoisonJob if attempts > max_attempts else None
+# --- how often a job is tried ----------------------------------------------------------------------
 
 
-def attempts(headers: Mapping[str, object], redelivered: bool) -> int:
-    """How often this job has been delivered, this delivery included; at least 1.
+class FailureClass(StrEnum):
+    """What went wrong with an attempt; each class has a budget of its own."""
 
+    BAD_INPUT = "bad_input"
+    """The job, or what the engine makes of it, is at fault: the same again fails again."""
+    MODEL_UNAVAILABLE = "model_unavailable"
+    """The model's trouble, not the job's: loads are tried again (``policy.backoff``), the job waits."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """Too much at once: a smaller batch, then alone, then it is answered."""
+    DEVICE_FAULT = "device_fault"
+    """The device gave up while the job ran alone, and the process had to end."""
+    TIME_OUT = "time_out"
+    """Nobody waits for the answer any more."""
+    CRASH = "crash"
+    """The process ended while the job ran alone."""
+    UNSENT = "unsent"
+    """It ran, and its answer did not leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Attempts of one job, the first one included, by what went wrong with them; 1: never again."""
+
+    bad_input: int = 1
+    time_out: int = 1
+    model_unavailable: int = 3
+    """Loads, by whichever jobs want them."""
+    out_of_memory: int = 2
+    crash: int = 3
+    device_fault: int = 5
+    """More than for a crash: a device fails by itself more often than a process ends by itself."""
+    unsent: int = 5
+
+    def of(self, kind: FailureClass) -> int:
+        return int(getattr(self, kind.value))
+
+
+def class_of(error: BaseException | type[BaseException]) -> FailureClass:
+    """The class of what an attempt ended with."""
+    kind = error if isinstance(error, type) else type(error)
+    for classes, failure in _CLASSES:
+        if issubclass(kind, classes):
+            return failure
+    return FailureClass.BAD_INPUT if issubclass(kind, QworkerError) else FailureClass.CRASH
+
+
+_CLASSES: tuple[tuple[tuple[type[BaseException], ...], FailureClass], ...] = (
+    ((DeadlineExceeded, CallTimeout, TimeoutError), FailureClass.TIME_OUT),
+    ((DeviceMemoryFull, MemoryError), FailureClass.OUT_OF_MEMORY),
+    ((ModelUnavailable, ModelTooLarge, UnknownModel), FailureClass.MODEL_UNAVAILABLE),
+    ((DeviceLost,), FailureClass.DEVICE_FAULT),
+    ((PoisonJob,), FailureClass.CRASH),
+    ((BrokerError,), FailureClass.UNSENT),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Strikes:
+    """What is on record of a payload: how often it began to run alone, and how those runs ended of which we know.
+
+    A run that ended well takes its strike back. What is left has ended its process without a word.
+    """
+
+    begun: int = 0
+    device_faults: int = 0
+    unsent: int = 0
+
+    @property
+    def crashes(self) -> int:
+        return max(0, self.begun - self.device_faults - self.unsent)
+
+    @property
+    def attempts(self) -> int:
+        """Runs so far. The first one, beside others, is not on record."""
+        return 1 + self.begun
+
+
+def used_up(strikes: Strikes, budgets: Budgets) -> FailureClass | None:
+    """The class whose budget a redelivered job has used up, so that it must not run again; else None.
+
+    The run that made it a suspect counts as one of each class: nobody knows which of the jobs that were in
+    hand then was at fault, so it never convicts by itself.
+    """
+    for kind, times in (
+        (FailureClass.CRASH, strikes.crashes),
+        (FailureClass.DEVICE_FAULT, strikes.device_faults),
+        (FailureClass.UNSENT, strikes.unsent),
+    ):
+        if times and times + 1 >= budgets.of(kind):
+            return kind
+    return None
+
+
+def deliveries(headers: Mapping[str, object], redelivered: bool) -> int:
+    """How often the broker says that it has delivered this job, this delivery included; at least 1. To be shown only.
+
+    It is no count of attempts: a job that is merely in hand when a worker dies is counted too, classic queues
+    only flag a redelivery, and what a give-back counts as differs between RabbitMQ's versions.
     ``x-delivery-count`` is what quorum queues count: deliveries that ended in a crash or a reject.
     ``x-acquired-count`` also counts jobs that were given back in good order, so it is second choice.
-    Classic queues only flag a redelivery, so more than 2 is never seen there.
 
     A first delivery counts as one whatever its headers say: the broker leaves a publisher's headers alone
     until it has a count of its own, and a dead letter that is published again still bears its old ones.
@@ -137,4 +241,4 @@ def attempts(headers: Mapping[str, object], redelivered: bool) -> int:
         earlier = headers.get(name)
         if isinstance(earlier, int) and not isinstance(earlier, bool):
             return 1 + max(0, earlier)
-    return 2 if redelivered else 1
+    return 2

@@ -26,6 +26,14 @@ class Counters:
     jobs_given_back: int = 0
     redeliveries: int = 0
     """Jobs that came here after another delivery of them had no outcome."""
+    jobs_tried_alone: int = 0
+    """Redelivered ones, which may have ended a worker."""
+    jobs_convicted: int = 0
+    """Of these, the ones that have done so too often."""
+    jobs_unwanted: int = 0
+    """Not run, since the queue for their answer was gone."""
+    loads_quarantined: int = 0
+    """Not begun, since loads of those bytes have ended workers."""
     runs: int = 0
     """Of engines; less than the jobs where several shared one."""
     jobs_together: int = 0

@@ -70,6 +70,7 @@ class Intake:
 
     async def run(self, session: Session) -> None:
         """Take hints and unroutable jobs until cancelled. What is in hand stays in hand."""
+        await self._settler.firewall.book.pay(session)
         async with asyncio.TaskGroup() as tasks:
             hints = await session.consume(
                 ACTIVATION, lambda d: _spawn(tasks, self._on_hint(d)), prefetch=self._load_slots

@@ -17,7 +17,7 @@ from uuid import uuid4
 from msgspec.structs import replace
 
 from qworker.broker.base import Delivery, Session
-from qworker.errors import InvalidInput, JobError
+from qworker.errors import BrokerUnavailable, InvalidInput, JobError
 from qworker.store.card import Card
 from qworker.telemetry.measures import ModelMeasures
 from qworker.wire.codec import Blobs, decode_job, reply_kind
@@ -29,8 +29,10 @@ from qworker.wire.signature import Signature, check_inputs, check_outputs
 from qworker.wire.topology import DEADLINE_HEADER, PUBLISHED_HEADER
 from qworker.worker.apart import Apart
 from qworker.worker.batcher import Answer, Batcher, expired
+from qworker.worker.firewall import Ward
 from qworker.worker.hot_zone import HotZone
 from qworker.worker.settle import Settler
+from qworker.worker.strikes import fingerprint, mark_of
 
 BIG_JSON = 256 << 10
 
@@ -74,6 +76,7 @@ class Server:
         self._limits = limits
         self._idle = asyncio.Event()
         self._idle.set()
+        self.ward = Ward(settler.firewall, lambda: self.in_hand)
 
     def taker(self, session: Session) -> Callable[[Delivery], None]:
         """The callback for a consumer on ``session``."""
@@ -83,8 +86,14 @@ class Server:
             self._idle.clear()
             self._zone.used(self.model)
             self._zone.started(self.model)
-            _JobInHand(self, session, delivery).begin()
+            job = _JobInHand(self, session, delivery)
+            if delivery.redelivered or ward.busy or len(delivery.body) in ward.sizes:
+                ward.hold()
+                self.spawn(job.begin_apart())
+            else:
+                job.begin()
 
+        ward = self.ward
         return take
 
     def may_come(self) -> bool:
@@ -101,9 +110,8 @@ class Server:
 
     # --- for the jobs in hand --------------------------------------------------------------------
 
-    def ready_for(self, delivery: Delivery, deadline: float | None, now: float) -> Serving:
+    def ready_for(self, deadline: float | None, now: float) -> Serving:
         """What the job runs on. Raises JobError when it must not run."""
-        self.settler.check_attempts(delivery)
         serving = self.serving
         if isinstance(serving, JobError):
             raise serving
@@ -142,12 +150,21 @@ class Server:
 
     def crash(self, bug: BaseException) -> None:
         """Something that must not happen, in a callback: raise it where it ends the worker."""
+        self.ward.firewall.crashed(bug)
         self.spawn(_raise(bug))
+
+    def session_lost(self) -> None:
+        """The broker gives what is in hand to somebody, perhaps to us again: none of it has ended a worker."""
+        if isinstance(self.serving, Serving):
+            for job_id in self.serving.batcher.job_ids():
+                self.ward.firewall.survived(self.model, job_id)
 
     def settled(self) -> None:
         """A delivery that was in hand is not any more."""
         self.in_hand -= 1
         self._zone.finished(self.model)
+        if self.ward.busy:
+            self.ward.stir()
         if self.in_hand == 0:
             self._idle.set()
 
@@ -189,7 +206,7 @@ class _JobInHand:
         server, delivery = self._server, self._delivery
         body = delivery.body
         try:
-            self._serving = server.ready_for(delivery, self._deadline, self._received)
+            self._serving = server.ready_for(self._deadline, self._received)
             if len(body) > BIG_JSON and reply_kind(delivery.properties.content_type, body) == JSON:
                 server.spawn(self._decode_apart())
             else:
@@ -198,6 +215,50 @@ class _JobInHand:
             self._fetch(found)
         except JobError as error:
             self._end(error)
+
+    async def begin_apart(self) -> None:
+        """``begin`` when its turn comes: a job that may have ended a worker is run by itself, others wait for it."""
+        server, session, ward = self._server, self._session, self._server.ward
+        if self._delivery.redelivered:
+            ward.firewall.redelivered()
+        async with ward.turn():
+            mark = await self._suspected_as()
+            if mark is None:
+                ward.begin()
+                self.begin()
+                return
+            await ward.all_settled()
+            try:
+                async with ward.firewall.try_alone(session, self._delivery, server.model, mark) as trial:
+                    ward.begin()
+                    if trial.verdict is None:
+                        self.begin()
+                    else:
+                        self._end(trial.verdict)
+                    await ward.all_settled()
+            except BrokerUnavailable:  # before it began; the broker has it back
+                ward.firewall.survived(server.model, self._delivery.properties.message_id)
+                ward.begin()
+                server.settled()
+
+    async def _suspected_as(self) -> str | None:
+        """What the payload is on record as, where it may end this process; else None."""
+        serving, delivery, ward = self._server.serving, self._delivery, self._server.ward
+        survivor = delivery.redelivered and ward.firewall.is_survivor(
+            self._server.model, delivery.properties.message_id
+        )
+        suspect = delivery.redelivered and not survivor
+        if not isinstance(serving, Serving) or not (suspect or len(delivery.body) in ward.sizes):
+            return None
+        mark = await asyncio.to_thread(self._fingerprint, serving.card.digest)
+        return mark if suspect or ward.firewall.is_convict(mark) else None
+
+    def _fingerprint(self, build: str) -> str:
+        model, delivery = self._server.model, self._delivery
+        try:
+            return fingerprint(model, build, self._server.decode(delivery).inputs)
+        except JobError:  # what it holds lies elsewhere, or it is no job at all
+            return mark_of(model, build, delivery.body)
 
     async def _decode_apart(self) -> None:
         """Numbers as text: about 5 ms a MiB, too long for the loop."""

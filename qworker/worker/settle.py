@@ -19,18 +19,16 @@ from qworker.errors import (
     BrokerUnavailable,
     InvalidInput,
     JobError,
-    PoisonJob,
     PublishFailed,
     QworkerError,
     ResultTooLarge,
 )
-from qworker.policy.outcome import Outcome, ReplyTo, Send, Settle, To, attempts, decide, of_result, on_arrival
+from qworker.policy.outcome import Budgets, Outcome, ReplyTo, Send, Settle, To, decide, deliveries, of_result
 from qworker.telemetry.counters import Counters
-from qworker.telemetry.log import trace_of
 from qworker.wire.codec import encode_failure, reply_kind, result_body
 from qworker.wire.messages import JSON, Failure, Result
-from qworker.wire.topology import DEAD, RESULTS
-from qworker.worker.apart import Apart
+from qworker.wire.topology import CAUSE_HEADER, DEAD, RESULTS
+from qworker.worker.firewall import Firewall
 
 log = structlog.get_logger(__name__)
 
@@ -41,24 +39,14 @@ _RESULT_OUTCOMES = {reply: of_result(reply) for reply in ReplyTo}
 class Settler:
     """Settles the deliveries of one worker. Holds no state but its counters."""
 
-    def __init__(self, worker: str, max_attempts: int, max_body: int, counters: Counters) -> None:
-        self.apart: Apart | None = None
-        """For tensors that travel beside their messages, where there is a store for them."""
+    def __init__(
+        self, worker: str, max_attempts: int, max_body: int, counters: Counters, budgets: Budgets | None = None
+    ) -> None:
+        self.firewall = Firewall(worker, budgets or Budgets(unsent=max_attempts), counters)
         self._worker = worker
         self._max_attempts = max_attempts
         self._max_body = max_body
         self._counters = counters
-
-    def check_attempts(self, delivery: Delivery) -> None:
-        """Raises PoisonJob when the job has been delivered too often to run it once more."""
-        tried = attempts(delivery.properties.headers, delivery.redelivered)
-        if tried > 1:
-            self._counters.redeliveries += 1
-        if on_arrival(attempts=tried, max_attempts=self._max_attempts) is not None:
-            raise PoisonJob(
-                f"the job was delivered {tried} times without an outcome (max_attempts is {self._max_attempts}): "
-                "it may be what ends the workers; look at it before you publish it again"
-            )
 
     async def settle(
         self, session: Session, delivery: Delivery, model: str, job_id: str, verdict: Result | JobError
@@ -70,6 +58,7 @@ class Settler:
                 # The answer did not leave. What to do about that is a decision of its own.
                 error = await self._try(session, delivery, model, job_id, error)
             if error is not None:
+                self.firewall.unsent(delivery)
                 await delivery.reject(requeue=True)
         except BrokerUnavailable as lost:
             self._lost(model, delivery, lost)
@@ -134,15 +123,13 @@ class Settler:
         except (ResultTooLarge, InvalidInput) as error:
             return error
         except PublishFailed as error:
-            asked = delivery.properties
-            log.warning(
-                "reply.failed", model=model, job_id=asked.message_id, reason=str(error), **trace_of(asked.headers)
-            )
+            log.warning("reply.failed", model=model, job_id=delivery.properties.message_id, reason=str(error))
             return error
         if outcome.settle is Settle.ACK:
             await delivery.ack()
         else:
             self._counters.jobs_given_back += 1
+            self.firewall.unsent(delivery)
             await delivery.reject(requeue=True)
         return None
 
@@ -150,10 +137,15 @@ class Settler:
         properties = delivery.properties
         return decide(
             None if isinstance(verdict, Result) else verdict,
-            attempts=attempts(properties.headers, delivery.redelivered),
+            attempts=self._attempts(delivery),
             max_attempts=self._max_attempts,
             reply=ReplyTo.of(properties.reply_to),
         )
+
+    def _attempts(self, delivery: Delivery) -> int:
+        """How often the job has run, this time included, as far as anybody knows."""
+        tried = self.firewall.attempts(delivery)
+        return deliveries(delivery.properties.headers, delivery.redelivered) if tried is None else tried
 
     async def _send(
         self,
@@ -175,8 +167,7 @@ class Settler:
             body = encode_failure(Failure.of(job_id, model, verdict), content_type)
             self._counters.jobs_failed += 1
             self._counters.measures.failures[verdict.code] += 1
-            why, trace = str(verdict), trace_of(asked.headers)
-            log.info("job.failed", model=model, job_id=job_id, code=verdict.code, reason=why, **trace)
+            log.info("job.failed", model=model, job_id=job_id, code=verdict.code, reason=str(verdict))
         exchange, key = (RESULTS, model) if outcome.to is To.RESULTS else ("", asked.reply_to or "")
         reply = _envelope(job_id, asked, content_type, ReplyTo.of(asked.reply_to))
         sent = time.perf_counter()
@@ -202,8 +193,8 @@ class Settler:
     def _lost(self, model: str, delivery: Delivery, reason: BrokerUnavailable) -> None:
         """The session ended first: the broker has the job back."""
         self._counters.jobs_given_back += 1
-        asked = delivery.properties
-        log.info("job.returned", model=model, job_id=asked.message_id, reason=str(reason), **trace_of(asked.headers))
+        self.firewall.survived(model, delivery.properties.message_id)
+        log.info("job.returned", model=model, job_id=delivery.properties.message_id, reason=str(reason))
 
     async def _dead_letter(
         self, session: Session, delivery: Delivery, model: str, verdict: Result | QworkerError, cause: str
@@ -213,17 +204,18 @@ class Settler:
         self._counters.measures.dead_letters[cause] += 1
         asked = delivery.properties
         why = "the reply queue is gone" if isinstance(verdict, Result) else str(verdict)
-        trace = trace_of(asked.headers)
-        log.warning("job.dead_lettered", model=model, job_id=asked.message_id, cause=cause, reason=why, **trace)
+        log.warning("job.dead_lettered", model=model, job_id=asked.message_id, cause=cause, reason=why)
         headers: dict[str, Any] = {
             **asked.headers,
-            "x-qworker-cause": cause,
+            CAUSE_HEADER: cause,
             "x-qworker-reason": why[:1024],
             "x-qworker-worker": self._worker,
             "x-qworker-model": model,
             "x-qworker-exchange": delivery.exchange,
             "x-qworker-at": int(time.time() * 1000),
-            "x-qworker-attempts": attempts(asked.headers, delivery.redelivered),
+            "x-qworker-attempts": self._attempts(delivery),
+            "x-qworker-deliveries": deliveries(asked.headers, delivery.redelivered),
+            **({"x-qworker-fingerprint": mark} if (mark := self.firewall.mark(delivery)) is not None else {}),
         }
         letter = Properties(
             message_id=asked.message_id,

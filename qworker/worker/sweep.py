@@ -74,7 +74,7 @@ class Sweeper:
         # Claims from before are no news: a first look at everything finds them.
         self._schedule, self._lanes, self._news, self._probed = Schedule(self._interval), {}, [], 0
         await session.declare(Binding(EVENTS, SWEEPER, claimed("#")), Binding(EVENTS, SWEEPER, SWEEPING))
-        await session.consume(SWEEPER, self._news.append, prefetch=NEWS_PREFETCH)
+        news = await session.consume(SWEEPER, self._news.append, prefetch=NEWS_PREFETCH)
         log.info("sweeper.elected")
         measures = self._counters.measures
         measures.sweeping = True
@@ -89,6 +89,7 @@ class Sweeper:
         finally:
             measures.sweeping, measures.depths = False, {}
             if session.is_open:
+                await news.close()  # first: a consumer that the broker has to cancel would cost the session
                 await session.release(SWEEPER)  # a worker that stops lets another one sweep at once
 
     async def _is_swept(self, session: Session) -> bool:

@@ -25,13 +25,13 @@ from qworker.policy.backoff import LoadHistory
 from qworker.policy.choice import make_eviction
 from qworker.policy.claim import Hint as HintRule
 from qworker.policy.claim import on_hint
+from qworker.policy.outcome import Budgets
 from qworker.policy.residency import Residency
-from qworker.store.base import BlobStore, Store
+from qworker.store.base import Store
 from qworker.telemetry.counters import Counters
 from qworker.telemetry.watchdog import Watchdog
 from qworker.wire.limits import Limits
 from qworker.wire.topology import lane_queue, lane_topology, static_topology
-from qworker.worker.apart import Apart
 from qworker.worker.headroom import Headroom
 from qworker.worker.hot_model import HotModel, Parts
 from qworker.worker.hot_zone import HotZone
@@ -67,12 +67,8 @@ class Worker:
         store: Store,
         backend: Backend | Mapping[str, Backend],
         budgets: Mapping[str, int] | None = None,
-        blobs: BlobStore | None = None,
     ) -> None:
-        """``budgets``: bytes by backend, where the backends' memories differ; else all share ``settings.memory``.
-
-        ``blobs``: for tensors that travel beside their messages.
-        """
+        """``budgets``: bytes by backend, where the backends' memories differ; else all share ``settings.memory``."""
         self._settings = settings
         self.counters = Counters()
         clock = time.monotonic
@@ -95,8 +91,9 @@ class Worker:
         self._tenants: dict[str, HotModel] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = asyncio.Event()
-        settler = Settler(settings.name, settings.max_attempts, int(settings.max_body), self.counters)
-        settler.apart = None if blobs is None else Apart(blobs, int(settings.blob_limit))
+        tries = settings.max_attempts
+        allowed = Budgets(crash=settings.max_crashes, device_fault=tries, unsent=tries)
+        settler = Settler(settings.name, tries, int(settings.max_body), self.counters, allowed)
         self._intake = Intake(
             self.claim,
             self._registry,
@@ -127,7 +124,7 @@ class Worker:
             engine_threads=self._engine_threads,
             counters=self.counters,
             clock=clock,
-            limits=Limits(max_body_bytes=int(settings.max_body), max_blob_bytes=int(settings.blob_memory)),
+            limits=Limits(max_body_bytes=int(settings.max_body)),
             ack_timeout=AckTimeout(settings.consumer_timeout),
             prefetch=settings.prefetch,
             threads=settings.threads,

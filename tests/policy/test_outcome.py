@@ -5,7 +5,20 @@ from __future__ import annotations
 import pytest
 
 from qworker import errors
-from qworker.policy.outcome import Outcome, ReplyTo, Send, Settle, To, attempts, decide, on_arrival
+from qworker.policy.outcome import (
+    Budgets,
+    FailureClass,
+    Outcome,
+    ReplyTo,
+    Send,
+    Settle,
+    Strikes,
+    To,
+    class_of,
+    decide,
+    deliveries,
+    used_up,
+)
 
 FAILURES = list(errors.JOB_ERRORS.values())
 
@@ -54,10 +67,47 @@ def test_an_answer_that_did_not_leave_is_tried_again_but_not_for_ever(error: typ
     assert outcome(error, ReplyTo.QUEUE, tried=3) == Outcome(dead_letter=error.code)
 
 
-def test_a_job_that_was_tried_too_often_does_not_run_again() -> None:
-    """max_attempts deliveries run; the one after that is poison."""
-    verdicts = [on_arrival(attempts=n, max_attempts=3) for n in (1, 2, 3, 4)]
-    assert verdicts == [None, None, None, errors.PoisonJob]
+def test_a_job_that_ended_its_workers_alone_does_not_run_again() -> None:
+    """One crash beside others, and as many alone as make up the budget."""
+    verdicts = [used_up(Strikes(begun=n), Budgets(crash=3)) for n in range(4)]
+    assert verdicts == [None, None, FailureClass.CRASH, FailureClass.CRASH]
+
+
+@pytest.mark.parametrize("budgets", [Budgets(), Budgets(crash=2, device_fault=2, unsent=2)])
+def test_whoever_was_merely_in_hand_has_all_its_attempts(budgets: Budgets) -> None:
+    """No strike, no verdict, however small the budgets are."""
+    assert used_up(Strikes(), budgets) is None
+
+
+def test_each_class_has_a_budget_of_its_own() -> None:
+    """A device that fails and an answer that does not leave are no crashes, and are allowed more often."""
+    budgets = Budgets(crash=3, device_fault=5, unsent=4)
+    assert used_up(Strikes(begun=3, device_faults=3), budgets) is None
+    assert used_up(Strikes(begun=4, device_faults=4), budgets) is FailureClass.DEVICE_FAULT
+    assert used_up(Strikes(begun=2, unsent=2), budgets) is None
+    assert used_up(Strikes(begun=3, unsent=3), budgets) is FailureClass.UNSENT
+    assert used_up(Strikes(begun=5, device_faults=3), budgets) is FailureClass.CRASH
+    assert {kind for kind in FailureClass if budgets.of(kind) == 1} == {FailureClass.BAD_INPUT, FailureClass.TIME_OUT}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (errors.InvalidInput("no"), FailureClass.BAD_INPUT),
+        (errors.InferenceFailed, FailureClass.BAD_INPUT),
+        (errors.ModelUnavailable, FailureClass.MODEL_UNAVAILABLE),
+        (errors.DeadlineExceeded, FailureClass.TIME_OUT),
+        (errors.DeviceMemoryFull, FailureClass.OUT_OF_MEMORY),
+        (MemoryError(), FailureClass.OUT_OF_MEMORY),
+        (errors.DeviceLost("gone"), FailureClass.DEVICE_FAULT),
+        (errors.PoisonJob, FailureClass.CRASH),
+        (errors.PublishFailed, FailureClass.UNSENT),
+        (ZeroDivisionError(), FailureClass.CRASH),
+    ],
+)
+def test_the_class_of_what_went_wrong(error: BaseException | type[BaseException], kind: FailureClass) -> None:
+    """What is nobody's known error ends the process."""
+    assert class_of(error) is kind
 
 
 @pytest.mark.parametrize(
@@ -76,11 +126,11 @@ def test_a_job_that_was_tried_too_often_does_not_run_again() -> None:
         ({"x-acquired-count": 50}, False, 1),
     ],
 )
-def test_attempts_are_read_from_what_the_broker_says(
+def test_deliveries_are_read_from_what_the_broker_says(
     headers: dict[str, object], redelivered: bool, expected: int
 ) -> None:
     """Quorum queues count, classic ones only flag; nonsense in a header does no harm."""
-    assert attempts(headers, redelivered) == expected
+    assert deliveries(headers, redelivered) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""Jobs and models that end workers, by real kills: each harms as few as can be, and nobody beside it pays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from qworker.wire.topology import DEAD
+from tests.e2e.caller import Caller, Reply
+from tests.e2e.fleet import Fleet
+from tests.support import deadly
+
+pytestmark = pytest.mark.chaos
+
+
+@pytest.fixture(params=["quorum", "classic"])
+def queue_type(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def fleet(fleet: Fleet, tmp_path: Path) -> Fleet:
+    """A fleet whose workers die of what is deadly."""
+    fleet.environment = deadly.environment(tmp_path / "switch")
+    return fleet
+
+
+def filled(k: float) -> dict[str, NDArray[Any]]:
+    return {"x": np.full((2, 3), k, np.float32)}
+
+
+def answers(
+    fleet: Fleet, caller: Caller, ids: list[str], deaths: tuple[int, int], **settings: object
+) -> dict[str, Reply]:
+    """The answer to each job, with a worker started for each one that dies, of which there are so many."""
+    seen = 0
+    while missing := [job_id for job_id in ids if job_id not in caller.replies.by_id]:
+        caller.listen(0.05)
+        for worker in [each for each in fleet.workers if not each.alive]:
+            seen += 1
+            assert seen <= deaths[1], f"{seen} workers died, and {len(missing)} jobs have no answer"
+            fleet.workers.remove(worker)
+            fleet.start(1, wait=False, **settings)
+    assert seen >= deaths[0], f"only {seen} workers died of it"
+    for worker in fleet.workers:
+        worker.wait_ready()
+    return caller.wait(ids)
+
+
+def test_job_that_ends_its_workers(fleet: Fleet, caller: Caller, queue_type: str) -> None:
+    """It ends one worker beside others, two more alone, and then it is dead-lettered. Its neighbours are answered."""
+    fleet.start(2, queue_type=queue_type)
+    good = [caller.job("echo", filled(k)) for k in range(6)]
+    poison = caller.job("echo", filled(deadly.KILLS))
+    good += [caller.job("echo", filled(k)) for k in range(6, 12)]
+    replies = answers(fleet, caller, [*good, poison], (3, 3), queue_type=queue_type)
+    for k, job_id in enumerate(good):
+        assert (replies[job_id].y == k).all()
+    assert replies[poison].code == "poison_job"
+    letter, _, _ = caller.get(DEAD)
+    assert letter.message_id == poison
+    assert letter.headers["x-qworker-cause"] == "poison_job"
+    assert letter.headers["x-qworker-attempts"] == 3
+    assert "2 times alone" in letter.headers["x-qworker-reason"]
+    assert fleet.counter("jobs_convicted") == 1
+    # the same payload under another id: the worker that serves the model knows it, and it costs nobody
+    again = caller.job("echo", filled(deadly.KILLS))
+    assert caller.wait([again])[again].code == "poison_job"
+    fleet.finish()
+
+
+@pytest.mark.slow
+def test_several_poison_jobs_burn_no_neighbour(fleet: Fleet, caller: Caller) -> None:
+    """Neighbours that are in hand at each of five deaths or more have no attempt counted against them."""
+    fleet.start(2)
+    good, bad = [], []
+    for k in range(2):
+        bad.append(caller.job("echo", {"x": np.full((2, 3), [k, k, deadly.KILLS], np.float32)}))
+        good += [caller.job("echo", filled(k)) for _ in range(3)]
+    replies = answers(fleet, caller, [*good, *bad], (5, 6))
+    assert {replies[job_id].code for job_id in good} == {"ok"}
+    assert {replies[job_id].code for job_id in bad} == {"poison_job"}
+    fleet.finish()
+
+
+@pytest.mark.slow
+def test_a_new_worker_knows_the_payload(fleet: Fleet, caller: Caller) -> None:
+    """What was convicted is on record at the broker: elsewhere it costs one worker, not three."""
+    fleet.start(2)
+    first = caller.job("echo", filled(deadly.KILLS))
+    answers(fleet, caller, [first], (3, 3))
+    fleet.finish()
+    fleet.workers.clear()
+    fleet.start(2)
+    second = caller.job("echo", filled(deadly.KILLS))
+    replies = answers(fleet, caller, [second], (1, 1))
+    assert replies[second].code == "poison_job"
+    fleet.finish()
