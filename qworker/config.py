@@ -150,16 +150,16 @@ class Settings(BaseSettings):
     queue_type: Literal["quorum", "classic"] = "quorum"
     heartbeat: Annotated[int, Field(ge=5, le=60)] = 10
     confirm_timeout: Seconds = 30.0
-    sweep_interval: Annotated[float, Field(ge=0.1, le=3600)] = 3.0
-
     consumer_timeout: Seconds = 1800.0
     """The broker's own setting of that name, which AMQP does not tell: how long a job may be held. Fewer jobs are taken
     in hand where they would be held for longer."""
+    sweep_interval: Annotated[float, Field(ge=0.1, le=3600)] = 3.0
+
     # --- telemetry ---
-    http_host: str = "127.0.0.1"
-    http_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     watchdog: SecondsOrZero = 60.0
     """An event loop that stands still for this long ends the process; 0: it does not."""
+    http_host: str = "127.0.0.1"
+    http_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port of health and metrics; 0 takes a free one; off when not set."""
     metrics_models: Annotated[int, Field(ge=0, le=1000)] = 20
     """Models that have metrics of their own, the busiest ones; the others are added up as ``other``."""

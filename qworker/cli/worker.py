@@ -31,6 +31,7 @@ def register(app: typer.Typer) -> None:
 def worker(
     store: Annotated[str | None, Flag(help="Folder of the cold store.")] = None,
     broker: Annotated[str | None, Flag(help="amqp://user:password@host:port/vhost (amqps:// for TLS).")] = None,
+    blob_store: Annotated[str | None, Flag(help="Folder or s3://bucket/prefix for large tensors.")] = None,
     broker_username_file: Annotated[Path | None, Flag(help="File that holds the user name.")] = None,
     broker_password_file: Annotated[Path | None, Flag(help="File that holds the password.")] = None,
     backend: Annotated[str | None, Flag(help="auto, onnx or tensorrt.")] = None,
@@ -72,7 +73,7 @@ def worker(
     flags: dict[str, Any] = {key: value for key, value in locals().items() if key != "config" and value is not None}
     try:
         settings = load_settings(flags, config)
-        configure_logging(settings.log_level, settings.log_format)
+        configure_logging(settings.log_level, settings.log_format, settings.name)
         if settings.device == "all" and settings.backend != "onnx":
             raise typer.Exit(_supervise(settings))
         with asyncio.Runner(loop_factory=loop_factory(settings.event_loop)) as runner:

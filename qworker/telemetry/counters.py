@@ -34,6 +34,8 @@ class Counters:
     """Not run, since the queue for their answer was gone."""
     loads_quarantined: int = 0
     """Not begun, since loads of those bytes have ended workers."""
+    jobs_repeated: int = 0
+    """Redelivered, and known to be answered: not run again."""
     runs: int = 0
     """Of engines; less than the jobs where several shared one."""
     jobs_together: int = 0

@@ -14,16 +14,28 @@ from typing import Any
 import structlog
 
 from qworker.broker.base import Delivery, Session
-from qworker.errors import InvalidInput, StoreError, UnknownModel, Unroutable
+from qworker.errors import DeadlineExceeded, InvalidInput, StoreError, UnknownModel, Unroutable
 from qworker.telemetry.counters import Counters
 from qworker.wire.names import check_model_id, shown
-from qworker.wire.topology import ACTIVATION, BACKLOG, BATCH, REASON_HEADER, UNROUTABLE, Lane, QueueType, lane_topology
+from qworker.wire.topology import (
+    ACTIVATION,
+    BACKLOG,
+    BATCH,
+    EXPIRED,
+    REASON_HEADER,
+    UNROUTABLE,
+    Lane,
+    QueueType,
+    lane_topology,
+)
+from qworker.worker.expired import Expired
 from qworker.worker.registry import Registry
 from qworker.worker.settle import Settler
 
 log = structlog.get_logger(__name__)
 
 UNROUTABLE_PREFETCH = 16
+EXPIRED_PREFETCH = 64
 STORE_PAUSE = 1.0
 
 Claim = Callable[[str, bool, "Hint"], bool]
@@ -35,6 +47,10 @@ class Hint:
 
     def __init__(self, delivery: Delivery | None) -> None:
         self._delivery = delivery
+        self.urgency = 0
+        """The priority of the job that the hint is a copy of; what may wait behind online jobs is below all."""
+        if delivery is not None:
+            self.urgency = -1 if delivery.exchange == BATCH else delivery.properties.priority or 0
 
     async def done(self) -> None:
         delivery, self._delivery = self._delivery, None
@@ -78,11 +94,15 @@ class Intake:
             strays = await session.consume(
                 UNROUTABLE, lambda d: _spawn(tasks, self._on_stray(session, d)), prefetch=UNROUTABLE_PREFETCH
             )
+            late = await session.consume(
+                EXPIRED, lambda d: _spawn(tasks, self._on_expired(session, d)), prefetch=EXPIRED_PREFETCH
+            )
             try:
                 await session.wait_closed()
             finally:
                 await hints.cancel()
                 await strays.close()
+                await late.close()
 
     async def _on_hint(self, delivery: Delivery) -> None:
         model, hint = delivery.routing_key, Hint(delivery)
@@ -94,6 +114,19 @@ class Intake:
         if not self._claim(model, backlog, hint):
             self._counters.hints_stale += 1
             await hint.done()
+
+    async def _on_expired(self, session: Session, delivery: Delivery) -> None:
+        """Answer a job whose expiration passed in its queue: the broker has set it aside."""
+        job, model = Expired(delivery), delivery.routing_key
+        if self._settler.answered.knows(model, job.properties):
+            self._settler.count_repeated(model, job.properties)
+            await delivery.ack()
+            return
+        why = DeadlineExceeded(
+            f"the job's expiration passed while it waited in {job.queue} for {shown(model)}: "
+            "allow more time, or see what the model waits for"
+        )
+        await self._settler.settle(session, job, model, job.properties.message_id or "", why)
 
     async def _on_stray(self, session: Session, delivery: Delivery) -> None:
         """Register a model that the store has by now, and send its job on; refuse the others."""

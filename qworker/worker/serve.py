@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -29,6 +30,7 @@ from qworker.wire.signature import Signature, check_inputs, check_outputs
 from qworker.wire.topology import DEADLINE_HEADER, PUBLISHED_HEADER
 from qworker.worker.apart import Apart
 from qworker.worker.batcher import Answer, Batcher, expired
+from qworker.worker.cancelled import Cancelled
 from qworker.worker.firewall import Ward
 from qworker.worker.hot_zone import HotZone
 from qworker.worker.settle import Settler
@@ -64,6 +66,7 @@ class Server:
         tasks: asyncio.TaskGroup,
         limits: Limits,
         measured: ModelMeasures | None = None,
+        cancelled: Cancelled | None = None,
     ) -> None:
         self.model = model
         self.measured = measured or ModelMeasures()
@@ -71,6 +74,7 @@ class Server:
         self.window = 0
         self.serving: Serving | JobError | None = None
         self.settler = settler
+        self.cancelled = cancelled or Cancelled(time.monotonic)
         self._zone = zone
         self._tasks = tasks
         self._limits = limits
@@ -107,6 +111,10 @@ class Server:
     async def idle(self) -> None:
         """Wait until everything in hand is settled."""
         await self._idle.wait()
+
+    def cancel(self, job_ids: AbstractSet[str], why: JobError) -> tuple[set[str], set[str]]:
+        """End those of the jobs that have not begun. The ids that ended so, and those that run."""
+        return self.serving.batcher.cancel(job_ids, why) if isinstance(self.serving, Serving) else (set(), set())
 
     # --- for the jobs in hand --------------------------------------------------------------------
 
@@ -196,11 +204,22 @@ class _JobInHand:
         self._received = time.time()
         headers = properties.headers
         deadline, published = headers.get(DEADLINE_HEADER), headers.get(PUBLISHED_HEADER)
-        self._deadline = deadline / 1000 if type(deadline) is int else None
         if type(published) is int:
             self._published = published / 1000
         else:
             self._published = None if properties.timestamp_ms is None else properties.timestamp_ms / 1000
+        if type(deadline) is int:
+            self._deadline = deadline / 1000
+        elif properties.expiration_ms is not None:
+            self._deadline = self._expires_at(properties.expiration_ms / 1000)
+        else:
+            self._deadline = None
+
+    def _expires_at(self, seconds: float) -> float:
+        """When a job is over that has an expiration and no deadline: counted from its publishing, as far as that
+        is known. AMQP's timestamp has whole seconds, so it may have been up to one later."""
+        since = self._received if self._published is None else min(self._published + 1.0, self._received)
+        return since + seconds
 
     def begin(self) -> None:
         server, delivery = self._server, self._delivery
@@ -218,28 +237,58 @@ class _JobInHand:
 
     async def begin_apart(self) -> None:
         """``begin`` when its turn comes: a job that may have ended a worker is run by itself, others wait for it."""
-        server, session, ward = self._server, self._session, self._server.ward
+        ward = self._server.ward
         if self._delivery.redelivered:
             ward.firewall.redelivered()
-        async with ward.turn():
-            mark = await self._suspected_as()
-            if mark is None:
+        came, limit = time.monotonic(), asyncio.timeout(self._seconds_left())
+        try:
+            async with limit, ward.turn():
+                limit.reschedule(None)
+                await self._take_turn(came)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            ward.begin()
+            self._end(expired(self._deadline or 0.0, time.time()))
+
+    def _seconds_left(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - time.time())
+
+    async def _take_turn(self, came: float) -> None:
+        server, session, ward = self._server, self._session, self._server.ward
+        mark = await self._suspected_as()
+        if self._delivery.redelivered and await self._was_answered(came, suspect=mark is not None):
+            ward.begin()
+            await self._delivery.ack()
+            server.settled()
+            return
+        if mark is None:
+            ward.begin()
+            self.begin()
+            return
+        await ward.all_settled()
+        try:
+            async with ward.firewall.try_alone(session, self._delivery, server.model, mark) as trial:
                 ward.begin()
-                self.begin()
-                return
-            await ward.all_settled()
-            try:
-                async with ward.firewall.try_alone(session, self._delivery, server.model, mark) as trial:
-                    ward.begin()
-                    if trial.verdict is None:
-                        self.begin()
-                    else:
-                        self._end(trial.verdict)
-                    await ward.all_settled()
-            except BrokerUnavailable:  # before it began; the broker has it back
-                ward.firewall.survived(server.model, self._delivery.properties.message_id)
-                ward.begin()
-                server.settled()
+                if trial.verdict is None:
+                    self.begin()
+                else:
+                    self._end(trial.verdict)
+                await ward.all_settled()
+        except BrokerUnavailable:  # before it began; the broker has it back
+            ward.firewall.survived(server.model, self._delivery.properties.message_id)
+            ward.begin()
+            server.settled()
+
+    async def _was_answered(self, came: float, *, suspect: bool) -> bool:
+        """Whether the job is known to be answered. Of one that another worker had, the news may be on its way."""
+        answered, asked = self._server.settler.answered, self._delivery.properties
+        known = answered.knows(self._server.model, asked)
+        if not known and suspect:
+            known = await answered.hears_of(self._server.model, asked, since=came)
+        if known:
+            self._server.settler.count_repeated(self._server.model, asked)
+        return known
 
     async def _suspected_as(self) -> str | None:
         """What the payload is on record as, where it may end this process; else None."""
@@ -286,6 +335,8 @@ class _JobInHand:
 
     def _run(self, job: Job) -> None:
         self._job_id = job.id
+        if self._server.cancelled.ids:
+            self._server.cancelled.check(job.id)
         self._server.check(job, self._serving)
         self._started = time.perf_counter()
         self._serving.batcher.submit(job, self._deadline, self._ran)

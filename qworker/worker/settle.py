@@ -25,9 +25,12 @@ from qworker.errors import (
 )
 from qworker.policy.outcome import Budgets, Outcome, ReplyTo, Send, Settle, To, decide, deliveries, of_result
 from qworker.telemetry.counters import Counters
+from qworker.telemetry.log import trace_of
 from qworker.wire.codec import encode_failure, reply_kind, result_body
 from qworker.wire.messages import JSON, Failure, Result
 from qworker.wire.topology import CAUSE_HEADER, DEAD, RESULTS
+from qworker.worker.answered import Answered
+from qworker.worker.apart import Apart
 from qworker.worker.firewall import Firewall
 
 log = structlog.get_logger(__name__)
@@ -43,10 +46,18 @@ class Settler:
         self, worker: str, max_attempts: int, max_body: int, counters: Counters, budgets: Budgets | None = None
     ) -> None:
         self.firewall = Firewall(worker, budgets or Budgets(unsent=max_attempts), counters)
+        self.answered = Answered(time.monotonic)
+        self.apart: Apart | None = None
+        """For tensors that travel beside their messages, where there is a store for them."""
         self._worker = worker
         self._max_attempts = max_attempts
         self._max_body = max_body
         self._counters = counters
+
+    def count_repeated(self, model: str, asked: Properties) -> None:
+        """A job came again that is answered already."""
+        self._counters.jobs_repeated += 1
+        log.info("job.repeated", model=model, job_id=asked.message_id)
 
     async def settle(
         self, session: Session, delivery: Delivery, model: str, job_id: str, verdict: Result | JobError
@@ -85,12 +96,13 @@ class Settler:
             return False  # a return takes its time, and so does text
 
         measures = self._counters.measures
-        sent = time.perf_counter()
+        sent, answered = time.perf_counter(), self.answered.add
 
         def told(error: BrokerError | None) -> None:
             measures.unconfirmed -= 1
             if error is None:
                 measures.publish.observe(time.perf_counter() - sent)
+                answered(model, asked)
                 ended(delivery.ack_soon())
             elif isinstance(error, BrokerUnavailable):
                 self._lost(model, delivery, error)
@@ -123,9 +135,13 @@ class Settler:
         except (ResultTooLarge, InvalidInput) as error:
             return error
         except PublishFailed as error:
-            log.warning("reply.failed", model=model, job_id=delivery.properties.message_id, reason=str(error))
+            asked = delivery.properties
+            log.warning(
+                "reply.failed", model=model, job_id=asked.message_id, reason=str(error), **trace_of(asked.headers)
+            )
             return error
         if outcome.settle is Settle.ACK:
+            self.answered.add(model, delivery.properties)
             await delivery.ack()
         else:
             self._counters.jobs_given_back += 1
@@ -167,7 +183,8 @@ class Settler:
             body = encode_failure(Failure.of(job_id, model, verdict), content_type)
             self._counters.jobs_failed += 1
             self._counters.measures.failures[verdict.code] += 1
-            log.info("job.failed", model=model, job_id=job_id, code=verdict.code, reason=str(verdict))
+            why, trace = str(verdict), trace_of(asked.headers)
+            log.info("job.failed", model=model, job_id=job_id, code=verdict.code, reason=why, **trace)
         exchange, key = (RESULTS, model) if outcome.to is To.RESULTS else ("", asked.reply_to or "")
         reply = _envelope(job_id, asked, content_type, ReplyTo.of(asked.reply_to))
         sent = time.perf_counter()
@@ -194,7 +211,8 @@ class Settler:
         """The session ended first: the broker has the job back."""
         self._counters.jobs_given_back += 1
         self.firewall.survived(model, delivery.properties.message_id)
-        log.info("job.returned", model=model, job_id=delivery.properties.message_id, reason=str(reason))
+        asked = delivery.properties
+        log.info("job.returned", model=model, job_id=asked.message_id, reason=str(reason), **trace_of(asked.headers))
 
     async def _dead_letter(
         self, session: Session, delivery: Delivery, model: str, verdict: Result | QworkerError, cause: str
@@ -204,7 +222,8 @@ class Settler:
         self._counters.measures.dead_letters[cause] += 1
         asked = delivery.properties
         why = "the reply queue is gone" if isinstance(verdict, Result) else str(verdict)
-        log.warning("job.dead_lettered", model=model, job_id=asked.message_id, cause=cause, reason=why)
+        trace = trace_of(asked.headers)
+        log.warning("job.dead_lettered", model=model, job_id=asked.message_id, cause=cause, reason=why, **trace)
         headers: dict[str, Any] = {
             **asked.headers,
             CAUSE_HEADER: cause,

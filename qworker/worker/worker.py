@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from qworker.broker.base import Connector, Session
+from qworker.broker.base import Connector, Properties, Session
 from qworker.config import Settings
 from qworker.engine.base import Backend
 from qworker.errors import BrokerUnavailable
@@ -27,11 +27,14 @@ from qworker.policy.claim import Hint as HintRule
 from qworker.policy.claim import on_hint
 from qworker.policy.outcome import Budgets
 from qworker.policy.residency import Residency
-from qworker.store.base import Store
+from qworker.store.base import BlobStore, Store
 from qworker.telemetry.counters import Counters
 from qworker.telemetry.watchdog import Watchdog
 from qworker.wire.limits import Limits
-from qworker.wire.topology import lane_queue, lane_topology, static_topology
+from qworker.wire.topology import ANSWERED, EVENTS, lane_queue, lane_topology, static_topology
+from qworker.worker.apart import Apart
+from qworker.worker.cancelled import Cancelled
+from qworker.worker.control import Control
 from qworker.worker.headroom import Headroom
 from qworker.worker.hot_model import HotModel, Parts
 from qworker.worker.hot_zone import HotZone
@@ -67,8 +70,12 @@ class Worker:
         store: Store,
         backend: Backend | Mapping[str, Backend],
         budgets: Mapping[str, int] | None = None,
+        blobs: BlobStore | None = None,
     ) -> None:
-        """``budgets``: bytes by backend, where the backends' memories differ; else all share ``settings.memory``."""
+        """``budgets``: bytes by backend, where the backends' memories differ; else all share ``settings.memory``.
+
+        ``blobs``: for tensors that travel beside their messages.
+        """
         self._settings = settings
         self.counters = Counters()
         clock = time.monotonic
@@ -94,6 +101,10 @@ class Worker:
         tries = settings.max_attempts
         allowed = Budgets(crash=settings.max_crashes, device_fault=tries, unsent=tries)
         settler = Settler(settings.name, tries, int(settings.max_body), self.counters, allowed)
+        settler.apart = None if blobs is None else Apart(blobs, int(settings.blob_limit))
+        self._answered = settler.answered
+        self._cancelled = Cancelled(clock)
+        self._control = Control(settings.name, {"cancel": self._cancel}, self._answered.hear)
         self._intake = Intake(
             self.claim,
             self._registry,
@@ -124,7 +135,8 @@ class Worker:
             engine_threads=self._engine_threads,
             counters=self.counters,
             clock=clock,
-            limits=Limits(max_body_bytes=int(settings.max_body)),
+            limits=Limits(max_body_bytes=int(settings.max_body), max_blob_bytes=int(settings.blob_memory)),
+            cancelled=self._cancelled,
             ack_timeout=AckTimeout(settings.consumer_timeout),
             prefetch=settings.prefetch,
             threads=settings.threads,
@@ -176,6 +188,9 @@ class Worker:
         """Declare what is there once, and the queues that registration did not."""
         queue_type = self._settings.queue_type
         await session.declare(*static_topology(queue_type))
+        answered = self._answered.session_lost()
+        if answered:
+            await session.publish(EVENTS, ANSWERED, answered, Properties())
         await self._pulse.beat(session)  # an alarm is known before anything is taken in hand
         models = await self._registry.models()
         for at in range(0, len(models), LANES_AT_ONCE):
@@ -200,6 +215,7 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             chores = [
                 tasks.create_task(_until_lost(self._intake.run(session)), name="intake"),
+                tasks.create_task(_until_lost(self._control.run(session)), name="control"),
                 tasks.create_task(_until_lost(self._sweeper.run(session)), name="sweeper"),
                 tasks.create_task(_until_lost(self._check_lanes(session)), name="lanes"),
                 tasks.create_task(_until_lost(self._pulse.run(session)), name="pulse"),
@@ -245,6 +261,11 @@ class Worker:
             backlog, hint = tenant.next_hint
             if not self.claim(tenant.model, backlog, hint):
                 await hint.done()
+
+    # --- orders ----------------------------------------------------------------------------------
+
+    async def _cancel(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._cancelled.carry_out(arguments, self._tenants)
 
     # --- what others see -------------------------------------------------------------------------
 
