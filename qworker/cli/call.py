@@ -1,4 +1,4 @@
-"""``qworker call`` and ``qworker publish``: one job from a shell."""
+"""``qworker call``, ``publish`` and ``cancel``: one job from a shell."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Add ``call`` and ``publish`` to the command line."""
+    """Add ``call``, ``publish`` and ``cancel`` to the command line."""
     app.command("call")(call)
     app.command("publish")(publish)
+    app.command("cancel")(cancel)
 
 
 def call(
@@ -138,6 +139,29 @@ def publish(
 
     job_id = _finish(run(), as_json)
     sys.stdout.write((json.dumps({"id": job_id}) if as_json else job_id) + "\n")
+
+
+def cancel(
+    job_ids: Annotated[list[str], typer.Argument(metavar="JOB_ID...", help="Ids of jobs, as publish prints them.")],
+    model: Annotated[str | None, typer.Option(help="The model, where all of them are of one.")] = None,
+    broker: Broker = None,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell the workers not to run these jobs.
+
+    A job that has not begun ends with the failure `cancelled`, one in its queue when it is its turn; one that runs
+    goes on.
+    """
+
+    async def run() -> None:
+        async with client_for(load_settings({"broker": broker}, config)) as client:
+            for job_id in job_ids:
+                await client.cancel(job_id, model=model)
+
+    _finish(run(), as_json)
+    told = f"told the workers to cancel {len(job_ids)} job{'s' if len(job_ids) > 1 else ''}"
+    sys.stdout.write((json.dumps({"cancelled": job_ids}) if as_json else told) + "\n")
 
 
 def _asked(

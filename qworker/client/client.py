@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -24,11 +26,12 @@ from qworker.client.replies import ReplyQueue, fetch_reply, read_reply
 from qworker.errors import BrokerError, BrokerUnavailable, CallTimeout
 from qworker.store.base import BlobStore
 from qworker.wire.codec import encode_job
+from qworker.wire.control import cancel_order, encode_order
 from qworker.wire.datatypes import tensor
 from qworker.wire.messages import JSON, MSGPACK, Job, Result, Tensor
 from qworker.wire.names import check_model_id
 from qworker.wire.reference import Referenced
-from qworker.wire.topology import BLOBS_HEADER, DEADLINE_HEADER, JOBS, PUBLISHED_HEADER
+from qworker.wire.topology import BLOBS_HEADER, CONTROL, DEADLINE_HEADER, JOBS, PUBLISHED_HEADER, order_key
 
 _Answer = tuple[bytes, str | None] | BrokerError | None
 """What ends a wait: the reply's body and content type; the loss of the connection, or a publish that was refused;
@@ -39,6 +42,8 @@ BLOB_LIMIT = 8 << 20
 _JSON_GROWTH = 8
 """JSON takes up to so many times the bytes that a tensor has."""
 
+_LOG = logging.getLogger(__name__)
+_ORDER = Properties(content_type=MSGPACK)
 _checked_id = lru_cache(maxsize=4096)(check_model_id)
 
 
@@ -111,7 +116,7 @@ class Client:
         A value is a numpy array, nested lists, text or bytes (BYTES), or a ``Tensor`` that says its datatype.
         ``timeout`` is in seconds and also tells the workers when to drop the job; ``deadline`` (unix
         seconds) replaces that. With ``retry`` a job whose connection was lost is published again, under
-        the same id: it may then run twice.
+        the same id: it may then run twice. When the call is cancelled, so is the job.
 
         Raises InvalidInput, UnknownModel, ModelUnavailable, JobFailed and the other job errors as the
         worker says; CallTimeout; BrokerUnavailable; MessageTooLarge and other PublishFailed; StoreError and
@@ -125,16 +130,20 @@ class Client:
             job, timeout = await self._sent_apart(self._blobs, job, content_type, timeout)
         body = encode_job(job, content_type)
         properties = self._envelope(job.id, content_type, now, deadline, priority)
-        reply = None if retry else await self._call_now(job, body, properties, timeout)
-        if reply is None:
-            limit = asyncio.timeout(timeout)
-            try:
-                async with limit:
-                    reply = await self._request(job, body, properties, retry=retry)
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise self._timed_out(job, timeout) from None
+        try:
+            reply = None if retry else await self._call_now(job, body, properties, timeout)
+            if reply is None:
+                limit = asyncio.timeout(timeout)
+                try:
+                    async with limit:
+                        reply = await self._request(job, body, properties, retry=retry)
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
+                    raise self._timed_out(job, timeout) from None
+        except asyncio.CancelledError:
+            self._cancel_soon(job)
+            raise
         try:
             return read_reply(*reply).result()
         except Referenced as found:
@@ -180,6 +189,31 @@ class Client:
                 "it may still run"
             ) from None
         return job.id
+
+    async def cancel(self, job_id: str, *, model: str | None = None) -> None:
+        """Ask the workers not to run the job, and return once the broker has the order. ``model``: its model, if known.
+
+        A job that has not begun ends with JobCancelled; one that waits in the broker does so when it is its turn. One
+        that runs goes on. Raises BrokerUnavailable, PublishFailed.
+        """
+        session, _ = await self._link.ready()
+        await session.publish(CONTROL, order_key("cancel"), encode_order(cancel_order([job_id], model)), _ORDER)
+
+    def _cancel_soon(self, job: Job) -> None:
+        """``cancel`` without waiting. Should the order be lost, the job's deadline is what ends it."""
+        session = self._link.session()
+        order = encode_order(cancel_order([job.id], job.model))
+        if session is not None and not session.send(CONTROL, order_key("cancel"), order, _ORDER, _ignore):
+            try:
+                self._tasks.create_task(self._try_to_cancel(session, order))
+            except RuntimeError:  # the client is being closed
+                return
+
+    async def _try_to_cancel(self, session: Session, order: bytes) -> None:
+        try:
+            await session.publish(CONTROL, order_key("cancel"), order, _ORDER)
+        except BrokerError as error:
+            _LOG.info("a cancelled job may still run: %s", error)
 
     def reply_queue(self, name: str | None = None, *, durable: bool = False, prefetch: int = 100) -> ReplyQueue:
         """A queue of the caller's own for results, to be entered with ``async with`` and iterated.
@@ -291,13 +325,18 @@ class Client:
         headers: dict[str, int | str] = {PUBLISHED_HEADER: int(now * 1000)}
         if self._blobs is not None:
             headers[BLOBS_HEADER] = self._blobs.prefix
+        expiration: int | None = None
         if deadline is not None:
             headers[DEADLINE_HEADER] = int(deadline * 1000)
+            left = math.ceil((deadline - time.time()) * 1000)
+            # The broker answers for the time in which no worker has it. It takes no number of more than 32 bits.
+            expiration = max(1, left) if left < 1 << 32 else None
         return Properties(
             message_id=job_id,
             correlation_id=correlation_id or job_id,
             reply_to=reply_to,
             content_type=content_type,
+            expiration_ms=expiration,
             timestamp_ms=int(now * 1000),
             priority=priority,
             persistent=True,
@@ -331,6 +370,10 @@ class Client:
 
     def _why_waiting(self) -> str:
         return str(self._link.trouble or "connected, but no confirm came")
+
+
+def _ignore(_: BrokerError | None) -> None:
+    """Of an order that nobody waits for."""
 
 
 def _expire(waiter: asyncio.Future[_Answer]) -> None:

@@ -93,6 +93,11 @@ class Link:
         opened = self._open_now
         return opened[1] if opened is not None and opened[0].is_open else None
 
+    def session(self) -> Session | None:
+        """The session, if it is open now."""
+        opened = self._open_now
+        return opened[0] if opened is not None and opened[0].is_open else None
+
     async def ready(self) -> tuple[Session, RpcChannel]:
         """The open session, waiting for it if need be. The caller sets the limit."""
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from dataclasses import dataclass
 from types import TracebackType
 from uuid import uuid4
@@ -66,11 +67,18 @@ def _bad_reply(exc: InvalidInput) -> JobFailed:
     )
 
 
+_Identity = tuple[str, str, str | None]
+"""Of an answer: the job's id, its model, and the correlation id."""
+
+REMEMBERED = 10_000
+
+
 class ReplyQueue:
     """An async iterator over the answers in one queue; delivers each at least once.
 
     A reply is acknowledged when the next one is asked for, or when the block ends without an error: what
-    was not yet dealt with comes again. After a lost connection it subscribes again by itself; answers that
+    was not yet dealt with comes again. An answer to a job that was answered and dealt with already, among
+    the last ten thousand, is dropped. After a lost connection it subscribes again by itself; answers that
     were lost with an exclusive queue do not come back.
     """
 
@@ -98,6 +106,15 @@ class ReplyQueue:
         self._refused = False
         """True while the queue could not be subscribed to again."""
         self._subscribing = asyncio.Lock()
+        self._dealt_with: OrderedDict[_Identity, type[Result | Failure]] = OrderedDict()
+        self._answer: tuple[_Identity, type[Result | Failure]] | None = None
+        """Of the reply in hand."""
+        self._duplicates = 0
+
+    @property
+    def duplicates(self) -> int:
+        """Answers that came again after they had been dealt with. They were dropped."""
+        return self._duplicates
 
     async def __aenter__(self) -> ReplyQueue:
         await self._subscribe((await self._link.ready())[0])
@@ -130,7 +147,7 @@ class ReplyQueue:
 
     async def _subscribe(self, session: Session) -> None:
         # What came over the former session comes again, so it is forgotten here.
-        self._in_hand = None
+        self._in_hand = self._answer = None
         while not self._arrived.empty():
             self._arrived.get_nowait()
         await session.declare(
@@ -157,21 +174,43 @@ class ReplyQueue:
         Raises JobFailed("bad_reply") for a message that is none, BlobUnavailable where its tensors lie beside it and
         cannot be read, BrokerError when the queue cannot be read any more. Either way the next call goes on.
         """
-        await self._settle()
-        async with self._subscribing:
-            if self._refused:
-                await self._subscribe((await self._link.ready())[0])
-        arrived = await self._arrived.get()
-        if isinstance(arrived, BrokerError):
-            raise arrived
-        self._in_hand = arrived
-        reply = (arrived.body, arrived.properties.content_type, arrived.properties.correlation_id)
-        try:
-            return read_reply(*reply)
-        except Referenced as found:
-            return await fetch_reply(found, self._blobs, *reply)
+        while True:
+            await self._settle()
+            async with self._subscribing:
+                if self._refused:
+                    await self._subscribe((await self._link.ready())[0])
+            arrived = await self._arrived.get()
+            if isinstance(arrived, BrokerError):
+                raise arrived
+            self._in_hand = arrived
+            body, properties = arrived.body, arrived.properties
+            try:
+                reply = read_reply(body, properties.content_type, properties.correlation_id)
+            except Referenced as found:
+                reply = await fetch_reply(found, self._blobs, body, properties.content_type, properties.correlation_id)
+            if self._is_new(reply):
+                return reply
+            self._duplicates += 1
+
+    def _is_new(self, reply: Reply) -> bool:
+        """Whether the job has no answer yet that was dealt with; a result after a failure is one that was asked for
+        again. The reply is the one in hand from here on."""
+        outcome = reply.outcome
+        identity = (outcome.id, outcome.model, reply.correlation_id)
+        known = self._dealt_with.get(identity)
+        if not outcome.id or known is None or (known is Failure and isinstance(outcome, Result)):
+            self._answer = (identity, type(outcome))
+            return True
+        return False
 
     async def _settle(self) -> None:
         delivery, self._in_hand = self._in_hand, None
-        if delivery is not None:
-            await delivery.ack()
+        answer, self._answer = self._answer, None
+        if delivery is None:
+            return
+        if answer is not None:
+            self._dealt_with[answer[0]] = answer[1]
+            self._dealt_with.move_to_end(answer[0])
+            if len(self._dealt_with) > REMEMBERED:
+                self._dealt_with.popitem(last=False)
+        await delivery.ack()

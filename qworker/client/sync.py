@@ -90,6 +90,10 @@ class SyncClient:
         """Like ``Client.publish``, blocking."""
         return self._wait(self._client.publish(model, inputs, **options))
 
+    def cancel(self, job_id: str, *, model: str | None = None) -> None:
+        """Like ``Client.cancel``, blocking."""
+        self._wait(self._client.cancel(job_id, model=model))
+
     async def _live(self, opened: Future[None]) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,7 @@ from qworker.telemetry.counters import Counters
 from qworker.wire.limits import Limits
 from qworker.wire.topology import BATCH_NEWS, EVENTS, Lane, announcement, claimed, lane_queue, lease_queue
 from qworker.worker.batcher import Batcher
+from qworker.worker.cancelled import Cancelled
 from qworker.worker.hot_zone import Clock, HotZone, wait_at_most
 from qworker.worker.intake import Hint
 from qworker.worker.loader import Loaded, Loader, NoRoom
@@ -69,6 +71,7 @@ class Parts:
     counters: Counters
     clock: Clock
     limits: Limits
+    cancelled: Cancelled
     ack_timeout: AckTimeout
     prefetch: int
     threads: int
@@ -124,7 +127,9 @@ class HotModel:
         try:
             async with asyncio.TaskGroup() as jobs:
                 measured = parts.counters.measures.of(self.model)
-                self._server = Server(self.model, parts.zone, parts.settler, jobs, parts.limits, measured)
+                self._server = Server(
+                    self.model, parts.zone, parts.settler, jobs, parts.limits, measured, parts.cancelled
+                )
                 self._subscribed = self._subscribe()
                 while self.claim.step is not Step.DONE:
                     await self._advance()
@@ -157,6 +162,10 @@ class HotModel:
         """How many consumers we have, as we believe, and how many the broker counts in each lane."""
         mine = self._subscribed
         return (mine.expected, dict(mine.counted)) if mine is not None else (0, {})
+
+    def cancel(self, job_ids: AbstractSet[str], why: JobError) -> tuple[set[str], set[str]]:
+        """See ``Server.cancel``. A load goes on: others may want it."""
+        return self._server.cancel(job_ids, why) if self._loaded is not None else (set(), set())
 
     def _go(self, *, forced: bool) -> None:
         self._forced = self._forced or forced
@@ -256,7 +265,7 @@ class HotModel:
     async def _load_card(self, card: Card) -> Outcome:
         parts = self._parts
         try:
-            loaded = await parts.loader.load(card)
+            loaded = await parts.loader.load(card, urgency=self._hint.urgency)
         except NoRoom as error:
             log.warning("model.no_room", model=self.model, reason=str(error))
             parts.counters.measures.load_failures["no_room"] += 1

@@ -59,7 +59,7 @@ async def test_what_a_call_sends(amqp_url: str, responder: Responder) -> None:
     assert properties.delivery_mode == 2
     assert properties.priority == 4
     assert properties.reply_to.startswith("amq.rabbitmq.reply-to")
-    assert properties.expiration is None
+    assert 6000 < int(properties.expiration) <= 7000, "the broker watches the time while the job waits"
     published = properties.headers["x-published"] / 1000
     assert before - 0.01 <= published <= time.time()
     assert properties.headers["x-deadline"] / 1000 == pytest.approx(published + 7, abs=0.002)
@@ -71,7 +71,19 @@ async def test_a_deadline_replaces_the_timeouts(amqp_url: str, responder: Respon
     deadline = time.time() + 90
     async with Client(amqp_url) as client:
         await client.call(MODEL, ONE, timeout=7, deadline=deadline)
-    assert responder.seen.get(timeout=5).properties.headers["x-deadline"] == int(deadline * 1000)
+        properties = responder.seen.get(timeout=5).properties
+        assert properties.headers["x-deadline"] == int(deadline * 1000)
+        assert 80_000 < int(properties.expiration) <= 90_000
+
+
+async def test_a_deadline_that_no_expiration_can_say(amqp_url: str, responder: Responder) -> None:
+    """The broker takes 32 bits of milliseconds: a later deadline goes without, and the job is taken all the same."""
+    deadline = time.time() + 90 * 86_400
+    async with Client(amqp_url) as client:
+        await client.call(MODEL, ONE, timeout=7, deadline=deadline)
+    properties = responder.seen.get(timeout=5).properties
+    assert properties.headers["x-deadline"] == int(deadline * 1000)
+    assert properties.expiration is None
 
 
 async def test_a_tensor_keeps_its_datatype(amqp_url: str, responder: Responder) -> None:

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from qworker import Client
+from qworker.broker.base import Properties
 from qworker.broker.reference.session import AioPikaConnector
 from qworker.errors import BrokerError, JobFailed, UnknownModel
-from qworker.wire.messages import Failure
+from qworker.wire.codec import encode_failure, encode_result
+from qworker.wire.messages import MSGPACK, Failure, Result
 from tests.client.responder import MODEL, Responder
 
 pytestmark = pytest.mark.broker
@@ -76,6 +78,45 @@ async def test_a_reply_that_was_not_dealt_with_comes_again(amqp_url: str, respon
             await read_and_fail(client)
         async with client.reply_queue("results", durable=True) as replies:
             assert (await asyncio.wait_for(replies.receive(), 10)).correlation_id == "mine"
+
+
+async def test_an_answer_that_comes_twice_is_seen_once(amqp_url: str, responder: Responder) -> None:
+    """Workers answer at least once; the second answer to a job is dropped, and the one after it comes."""
+    async with Client(amqp_url) as client, client.reply_queue() as replies:
+        sent = [
+            await client.publish(MODEL, {"x": number}, reply_to=replies.name, parameters={"act": "twice"})
+            for number in range(3)
+        ]
+        assert [(await replies.receive()).result().id for _ in sent] == sent
+        last = await client.publish(MODEL, {"x": 9}, reply_to=replies.name)
+        assert (await replies.receive()).result().id == last
+        assert replies.duplicates == 3
+
+
+async def test_one_id_for_two_models_is_two_answers(amqp_url: str, responder: Responder) -> None:
+    """And a result that comes after a failure was asked for again: it is no duplicate."""
+    answers = [
+        Failure("1", "a", "internal", "no luck"),
+        Failure("1", "b", "internal", "no luck"),
+        Failure("1", "a", "deadline_exceeded", "a second failure"),
+        Result("1", "a", "1", ()),
+        Failure("1", "a", "internal", "after the result"),
+        Result("2", "a", "1", ()),
+    ]
+    async with Client(amqp_url) as client, client.reply_queue() as replies:
+        async with await AioPikaConnector(amqp_url).connect() as session:
+            for answer in answers:
+                is_result = isinstance(answer, Result)
+                body = encode_result(answer, MSGPACK) if is_result else encode_failure(answer, MSGPACK)
+                await session.publish("", replies.name, body, Properties(content_type=MSGPACK))
+        found = [(await replies.receive()).outcome for _ in range(4)]
+        assert [(type(outcome), outcome.id, outcome.model) for outcome in found] == [
+            (Failure, "1", "a"),
+            (Failure, "1", "b"),
+            (Result, "1", "a"),
+            (Result, "2", "a"),
+        ]
+        assert replies.duplicates == 2
 
 
 async def test_a_queue_that_cannot_be_read_any_more(amqp_url: str, responder: Responder) -> None:
