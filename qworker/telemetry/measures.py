@@ -6,6 +6,7 @@ list of counts and a bisect, without the locks of the client library. ``metrics`
 
 from __future__ import annotations
 
+import re
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from qworker.errors import QworkerError
 from qworker.policy.thrash import REGRET_FACTOR
 
 SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -99,7 +101,7 @@ class Measures:
     """Whole loads that went well, from the card to the warm engine."""
     loading: int = 0
     load_failures: Counter[str] = field(default_factory=Counter[str])
-    """By wire code of the cause."""
+    """By the kind of error, in snake case."""
     failures: Counter[str] = field(default_factory=Counter[str])
     """Jobs answered with a failure, by its wire code."""
     dead_letters: Counter[str] = field(default_factory=Counter[str])
@@ -133,6 +135,10 @@ class Measures:
         begun, loaded, warm = marks
         self.stages["deserialize"].observe(loaded - begun)
         self.stages["warm_up"].observe(warm - loaded)
+
+    def load_failed(self, error: QworkerError) -> None:
+        # By its class: the wire code of most of them is the same.
+        self.load_failures[re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()] += 1
 
     def unloaded(self, model: str) -> None:
         self._left[model] = time.monotonic()

@@ -106,7 +106,9 @@ LOADS: Final = (
         "Stages of loads: card, fetch (with verification), room (bytes), slot, deserialize, warm_up.",
         "stage",
     ),
-    _counter("load_failures", "Loads that failed, by wire code; no_room: the bytes were not free in time.", "cause"),
+    _counter(
+        "load_failures", "Loads that failed, by the kind of error; no_room: the bytes were not free in time.", "cause"
+    ),
     _gauge("loads_in_progress", "Loads that hold a load slot now."),
     _gauge("load_slots", "Load slots: how many loads may run at once."),
 )

@@ -296,7 +296,7 @@ class HotModel:
     def _load_failed(self, known_as: str, error: QworkerError, *, at_fault: bool) -> Outcome:
         parts = self._parts
         parts.counters.load_failures += 1
-        parts.counters.measures.load_failures[error.code] += 1
+        parts.counters.measures.load_failed(error)
         reason = f"{self.model} cannot be loaded: {error}"
         known = parts.history.failed(known_as, parts.clock(), refuse=at_fault, reason=reason)
         log.error("model.load_failed", model=self.model, attempts=known.attempts, reason=str(error))

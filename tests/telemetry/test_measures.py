@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qworker.errors import CorruptModel, LoadFailed, StoreError
 from qworker.telemetry.counters import Counters
 from qworker.telemetry.measures import SECONDS, Histogram, Measures, ModelMeasures
 
@@ -47,6 +48,14 @@ def test_only_a_load_soon_after_its_unload_is_a_reload() -> None:
     measures._left["late"] -= 60.0
     measures.loaded("late", 5.0)
     assert (measures.reloads, measures.reload_seconds, measures.loads.count) == (1, 5.0, 3)
+
+
+def test_failed_loads_are_counted_by_the_kind_of_error() -> None:
+    """Not by the wire code, which is the same for most of them."""
+    measures = Measures()
+    for error in (LoadFailed("a"), CorruptModel("b"), StoreError("c"), LoadFailed("d")):
+        measures.load_failed(error)
+    assert measures.load_failures == {"load_failed": 2, "corrupt_model": 1, "store_error": 1}
 
 
 def test_counters_show_counts_alone() -> None:
