@@ -12,7 +12,7 @@ import structlog
 from qworker.config import Settings
 from qworker.engine.base import Backend
 from qworker.engine.canary import OnnxCanary
-from qworker.engine.onnx import OnnxBackend
+from qworker.engine.onnx import OnnxBackend, host
 from qworker.errors import DeviceUnavailable, QworkerError
 from qworker.store.base import Store
 from qworker.store.builds import Arena, BuildsStore
@@ -67,7 +67,7 @@ def open_backends(settings: Settings) -> Backends:
     ``auto`` takes TensorRT where there is a device, and ONNX for the models that it has no plan of; without a
     device it takes ONNX. Raises DeviceUnavailable for ``tensorrt`` without one.
     """
-    store = LocalStore(Path(settings.store))
+    store = LocalStore(Path(settings.store), host())
     onnx = OnnxBackend(threads=settings.intra_op_threads)
     canary = OnnxCanary(onnx)
     if settings.backend == "onnx":

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -40,12 +40,14 @@ _STDERR_LINES: Final = 3
 @dataclass(frozen=True, slots=True)
 class Request:
     """``self_contained``: load from the bytes, as a worker will. ``warmup``: where to write the made-up
-    inputs that suited, when there is no ``sample``. ``tolerance``: between a row alone and among others, in
+    inputs that suited, when there is no ``sample``. ``optimised``: where to leave the model as the library has
+    optimised it, if that loads faster; None: do not try. ``tolerance``: between a row alone and among others, in
     place of the one for each datatype."""
 
     path: str
     self_contained: bool
     warmup: str
+    optimised: str | None = None
     sample: str | None = None
     threads: int = 1
     dynamic_quantization: bool = False
@@ -67,6 +69,8 @@ class Probed:
     run_times: tuple[RunTime, ...]
     job_bytes: int | None
     intra_op_threads: int | None
+    optimised: str | None
+    """The host that the optimised model is for; None: there is none."""
 
 
 def probe(request: Request, *, timeout: float) -> Probed:
@@ -164,15 +168,24 @@ def main() -> None:
 
 
 def _measure(request: Request) -> dict[str, Any]:
-    from qworker.engine.onnx import OnnxBackend, runtime  # in the child only: a crash must not be ours
+    from qworker.build.optimise import optimise
+    from qworker.engine.onnx import OnnxBackend, host, runtime  # in the child only: a crash must not be ours
 
     backend = OnnxBackend(request.threads)
     _settle_library(backend)
     base = memory.rss_bytes()
     memory.reset_peak()
     engine = backend.load(_source(request))
-    peak = memory.peak_bytes()
+    peak = memory.peak_bytes() - base
     tensors = _warm_up_inputs(engine, request)
+    target = request.optimised
+    ready = target is not None and optimise(backend, _source(request), Path(target), engine, tensors)
+    if ready:  # all else is measured of what a worker will load
+        engine.close()
+        backend.trim()
+        request = replace(request, path=str(target))
+        base = memory.rss_bytes()
+        engine = backend.load(_source(request))
     backend.trim()  # guesses that did not suit may have taken a lot: a worker does not repeat them
     memory.reset_peak()
     if tensors is not None:
@@ -194,7 +207,7 @@ def _measure(request: Request) -> dict[str, Any]:
         "inputs": [[spec.name, spec.datatype, spec.shape] for spec in signature.inputs],
         "outputs": [[spec.name, spec.datatype, spec.shape] for spec in signature.outputs],
         "resident_bytes": max(resident - base, _FLOOR_BYTES),
-        "peak_bytes": max(peak - base, resident - base, _FLOOR_BYTES),
+        "peak_bytes": max(peak, resident - base, _FLOOR_BYTES),
         "load_seconds": round(_load_seconds(backend, request, tensors), 4),
         "warmed": tensors is not None,
         "runtime": runtime(),
@@ -203,6 +216,7 @@ def _measure(request: Request) -> dict[str, Any]:
         "run_times": together.run_times,
         "job_bytes": None if tensors is None else sum(tensor.array.nbytes for tensor in tensors),
         "intra_op_threads": threads,
+        "optimised": host() if ready else None,
     }
 
 
@@ -243,7 +257,8 @@ def _cpus() -> int:
 
 def _source(request: Request) -> ModelSource:
     path = Path(request.path)
-    return ModelSource("probe", "1", path, path.read_bytes() if request.self_contained else None)
+    optimised = request.path == request.optimised
+    return ModelSource("probe", "1", path, path.read_bytes() if request.self_contained else None, optimised=optimised)
 
 
 def _settle_library(backend: Any) -> None:

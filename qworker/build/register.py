@@ -11,7 +11,7 @@ from typing import Final
 from qworker.build.inspect import Inspected, inspect
 from qworker.build.probe import Probed, Request, probe
 from qworker.errors import InvalidInput, ModelNotFound, ModelRefused
-from qworker.store.card import Card, FileEntry, TensorEntry
+from qworker.store.card import Card, FileEntry, OptimisedEntry, TensorEntry
 from qworker.store.local import LocalStore
 from qworker.store.staging import Staging
 from qworker.wire.names import check_model_id, check_version, shown
@@ -20,7 +20,8 @@ from qworker.wire.signature import TensorSpec
 MODEL: Final = "model.onnx"
 SAMPLE: Final = "sample.npz"
 MADE_UP: Final = "warmup.npz"
-_TAKEN: Final = frozenset({MODEL, SAMPLE, MADE_UP, "card.json", "card.json.part"})
+OPTIMISED: Final = "optimised.onnx"
+_TAKEN: Final = frozenset({MODEL, SAMPLE, MADE_UP, OPTIMISED, "card.json", "card.json.part"})
 
 PROBE_TIMEOUT: Final = 300.0
 
@@ -60,6 +61,8 @@ def register(
         probed = probe(_request(staging, inspected, sample, tolerance), timeout=timeout)
         if sample is None and probed.warmed:
             files.append(staging.adopt(MADE_UP))
+        if probed.optimised is not None:
+            files.append(staging.adopt(OPTIMISED))
         draft = _card(model, version or "1", files, probed, inspected)
         published = staging.publish(draft, choose_version=version is None)
     if not published.fresh:
@@ -122,7 +125,7 @@ def _already(store: LocalStore, model: str, version: str | None, files: Sequence
         card = store.card(model, version)
     except ModelNotFound:
         return None
-    same = [entry for entry in card.files if entry.name != MADE_UP] == list(files)
+    same = [entry for entry in card.given_files if entry.name != MADE_UP] == list(files)
     return card if same else None
 
 
@@ -131,6 +134,7 @@ def _request(staging: Staging, inspected: Inspected, sample: Path | None, tolera
         path=str(staging.folder / MODEL),
         self_contained=not inspected.external,
         warmup=str(staging.folder / MADE_UP),
+        optimised=None if inspected.external else str(staging.folder / OPTIMISED),
         sample=None if sample is None else str(staging.folder / SAMPLE),
         dynamic_quantization=inspected.dynamic_quantization,
         tolerance=tolerance,
@@ -162,4 +166,5 @@ def _card(model: str, version: str, files: Sequence[FileEntry], probed: Probed, 
         run_times=probed.run_times,
         job_bytes=probed.job_bytes,
         intra_op_threads=probed.intra_op_threads,
+        optimised=None if probed.optimised is None else OptimisedEntry(file=OPTIMISED, host=probed.optimised),
     )

@@ -138,6 +138,7 @@ def show_model(
         ("in memory", _size(card.resident_bytes)),
         ("while loading", "not measured" if card.peak_bytes is None else _size(card.peak_bytes)),
         ("load", f"{card.load_seconds:.3f} s"),
+        ("optimised", "no: it would load no faster" if card.optimised is None else f"for {card.optimised.host}"),
         ("batched", _batched(card)),
         ("run", _run_times(card)),
         ("warm-up", card.sample or "none: no made-up input suits this model, give a --sample"),

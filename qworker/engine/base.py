@@ -25,6 +25,7 @@ class ModelSource:
     external weights lie beside it. ``path`` always exists (None only in tests). ``threads`` within a run
     are the card's advice, for a backend that is told to follow it. ``mapped`` is a large file's bytes where
     they lie, for a backend that need not have them in memory. ``host_code``: the file may run code on the host.
+    ``optimised``: the library has optimised the model before, and need not do it again.
     """
 
     model: str
@@ -34,6 +35,7 @@ class ModelSource:
     threads: int | None = None
     mapped: memoryview | None = None
     host_code: bool = False
+    optimised: bool = False
 
 
 class Engine(Protocol):

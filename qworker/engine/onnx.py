@@ -16,9 +16,13 @@ What was measured and decided here (onnxruntime 1.32, one thread, 12 real models
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
@@ -58,6 +62,7 @@ _STATUS_ERRORS: Final[tuple[type[Exception], ...]] = tuple(
 )
 _LIBRARY_ERRORS: Final = (*_STATUS_ERRORS, RuntimeError, ValueError, TypeError, MemoryError, SystemError)
 _FATAL_ONLY: Final = 4
+_VECTOR_FLAGS: Final = ("avx", "fma", "f16c", "amx", "asimd", "sve", "bf16", "i8mm", "fphp")
 
 SLIM_FROM_BYTES: Final = 1 << 20
 """Smaller models are parsed in less than a millisecond."""
@@ -90,6 +95,15 @@ class OnnxBackend:
         del model
         memory.trim()  # parsing leaves up to three times the model's size behind
         return OnnxEngine(session, signature)
+
+    def write_optimised(self, source: ModelSource, target: Path) -> None:
+        """Write the model as the library has optimised it for this host. Raises LoadFailed."""
+        options = self._options(source)
+        options.optimized_model_filepath = str(target)
+        try:
+            self._session(source.content if source.content is not None else str(source.path), options)
+        except (*_LIBRARY_ERRORS, OSError) as exc:
+            raise LoadFailed(f"{runtime()} does not write this model in its optimised form: {_words(exc)}") from exc
 
     def warm_up(self, engine: Engine, sample: Mapping[str, NDArray[Any]] | None) -> bool:
         """Run once on ``sample``, or on made-up inputs where it does not suit. False when neither does."""
@@ -131,6 +145,8 @@ class OnnxBackend:
         options.inter_op_num_threads = 1
         options.enable_cpu_mem_arena = False
         options.log_severity_level = _FATAL_ONLY
+        if source.optimised:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         # a spinning pool burns a core for each hot model, also for those that wait
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.add_session_config_entry("session.inter_op.allow_spinning", "0")
@@ -161,11 +177,11 @@ class OnnxEngine:
         try:
             arrays = session.run(wanted, feed)
         except UnicodeDecodeError as exc:
-            raise InferenceFailed(f"the model made text that is not UTF-8: {exc}") from exc
+            raise InferenceFailed(f"the model made text that is not UTF-8: {exc.reason}") from exc
         except (ort_errors.InvalidArgument, ValueError) as exc:  # ValueError: an input is missing
-            raise InvalidInput(f"the model rejects these inputs: {_words(exc)}") from exc
+            raise InvalidInput(f"the model rejects these inputs: {_without_values(_words(exc))}") from exc
         except _LIBRARY_ERRORS as exc:
-            raise InferenceFailed(f"the model failed on these inputs: {_words(exc)}") from exc
+            raise InferenceFailed(f"the model failed on these inputs: {_without_values(_words(exc))}") from exc
         return [_from_library(name, array) for name, array in zip(wanted, arrays, strict=True)]
 
     def close(self) -> None:
@@ -182,6 +198,21 @@ class OnnxEngine:
 def runtime() -> str:
     """The library and its version, as cards and messages name it."""
     return f"onnxruntime {ort.__version__}"
+
+
+@cache
+def host() -> str:
+    """What an optimised model is made for: the library and the CPU's instructions for vectors.
+
+    The library lays weights out for the CPU that it finds itself on: elsewhere the file is of no use.
+    """
+    flags: set[str] = set()
+    with suppress(OSError):  # no such file but on Linux: then the kind of the machine has to do
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                flags = {flag for flag in line.split(":", 1)[1].split() if flag.startswith(_VECTOR_FLAGS)}
+                break
+    return " ".join((runtime(), platform.machine(), *sorted(flags)))
 
 
 def _drop_model_bytes(session: Any) -> None:
@@ -235,6 +266,16 @@ def _from_library(name: str, array: object) -> Tensor:
     if result.dtype == object:
         return Tensor(name, BYTES, bytes_array((text.encode() for text in result.reshape(-1).tolist()), result.shape))
     return Tensor(name, datatype_of(result.dtype), np.asarray(result, order="C"))
+
+
+def _without_values(text: str) -> str:
+    """``text`` without the numbers and quotations in what an operator says while it runs: it quotes its inputs, and
+    these words travel and are logged. What is said of shapes before a run begins stays."""
+    said, found, detail = text.partition("Status Message:")
+    if not found:
+        return text
+    detail = re.sub(r"'[^']*'|\"[^\"]*\"", "'...'", detail)
+    return said + found + re.sub(r"-?\d[\d.]*(?:e[+-]?\d+)?", "#", detail)
 
 
 def _words(exc: BaseException) -> str:

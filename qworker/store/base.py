@@ -24,6 +24,8 @@ class Fetched:
     content: bytes | None
     """The model file's bytes when it is self-contained, else None: load from ``path``."""
     sample: Path | None
+    optimised: bool = False
+    """The bytes are of the optimised model that the card names."""
     mapped: memoryview | None = None
     """A plan's bytes, mapped: they need not be in memory twice."""
 

@@ -99,7 +99,7 @@ class BuildsStore:
         except FileNotFoundError as exc:
             raise ModelNotFound(f"{entry.name} was removed, or is being replaced: read its card again") from exc
         sample = None if card.sample is None else folder / card.sample
-        return Fetched(card, folder / entry.name, None, sample, mapped)
+        return Fetched(card, folder / entry.name, None, sample, mapped=mapped)
 
     def _why(self, cards: Sequence[Card]) -> str:
         reasons = "; ".join(f"{card.files[0].name}: {refusal(card.plan, self._device)}" for card in cards)

@@ -142,6 +142,17 @@ class BatchingEntry(BaseModel):
         return RowAxes(self.inputs, self.outputs)
 
 
+class OptimisedEntry(BaseModel):
+    """The model as its library had optimised it when it was registered: such a file loads in a part of the time."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: str
+    """Its name among the card's files."""
+    host: str
+    """The library, its version and the instructions of the CPU that it is for: others load the model itself."""
+
+
 class RunTime(BaseModel):
     """How long a run takes: the fastest of several, since a machine's noise only adds."""
 
@@ -162,7 +173,8 @@ class Card(BaseModel):
     version: str
     backend: Literal["onnx", "tensorrt"]
     files: Annotated[tuple[FileEntry, ...], Field(min_length=1)]
-    """The first one is the model file; the others are its external weights and its warm-up sample."""
+    """The first one is the model file; the others are its external weights, its warm-up sample, and what
+    ``optimised`` names."""
     sample: str | None = None
     """Name of the ``.npz`` among ``files`` that warm-up runs on."""
     inputs: tuple[TensorEntry, ...]
@@ -188,6 +200,7 @@ class Card(BaseModel):
     """Of the inputs of a job like the sample; None: not measured."""
     intra_op_threads: Annotated[int, Field(ge=1)] | None = None
     """Threads within a run that were clearly faster than one where the model was registered; None: one."""
+    optimised: OptimisedEntry | None = None
     plan: Plan | None = None
     """What only a TensorRT plan has; None for the other backends."""
 
@@ -195,6 +208,12 @@ class Card(BaseModel):
     def digest(self) -> str:
         """The digest of the model file: what quarantine and measured sizes are remembered by."""
         return self.files[0].sha256
+
+    @property
+    def given_files(self) -> tuple[FileEntry, ...]:
+        """What the model's owner gave: without what was made of it here."""
+        made = None if self.optimised is None else self.optimised.file
+        return tuple(entry for entry in self.files if entry.name != made)
 
     def signature(self) -> Signature:
         return Signature(tuple(t.spec() for t in self.inputs), tuple(t.spec() for t in self.outputs))

@@ -37,8 +37,10 @@ _NUMBER: Final = re.compile(r"[1-9][0-9]{0,17}")
 class LocalStore:
     """Models in the folder ``root``. Any number of processes may read and publish at once."""
 
-    def __init__(self, root: Path | str) -> None:
+    def __init__(self, root: Path | str, host: str = "") -> None:
+        """``host``: what may be loaded here of what was optimised when it was registered; see ``OptimisedEntry``."""
         self._root = Path(root)
+        self._host = host
 
     @property
     def root(self) -> Path:
@@ -216,10 +218,14 @@ class LocalStore:
     def _fetch(self, card: Card) -> Fetched:
         folder = self.version_folder(card.model, card.version)
         advice = _advice(card.model, card.version)
-        model_file, *others = card.files
+        model_file, *others = card.given_files
         self_contained = all(entry.name == card.sample for entry in others)
+        ready = card.optimised
+        optimised = ready is not None and ready.host == self._host
+        if ready is not None and optimised:  # the model itself need not even be read
+            model_file = next(entry for entry in card.files if entry.name == ready.file)
         content: bytes | None = None
-        for entry in card.files:
+        for entry in (model_file, *others):
             path = folder / entry.name
             try:
                 if self_contained and entry is model_file:
@@ -231,7 +237,7 @@ class LocalStore:
                     raise ModelNotFound(f"version {card.version} of {card.model} was removed meanwhile") from exc
                 raise CorruptModel(f"{path} is missing; its card names it: {advice}") from exc
         sample = None if card.sample is None else folder / card.sample
-        return Fetched(card, folder / model_file.name, content, sample)
+        return Fetched(card, folder / model_file.name, content, sample, optimised)
 
 
 def _advice(model: str, version: str) -> str:

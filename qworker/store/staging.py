@@ -129,7 +129,7 @@ class Staging:
                 f"(`qworker models remove {card.model} --version {card.version}`)"
             )
         there = self._store.card(card.model, card.version)
-        if there.files != card.files:
+        if there.given_files != card.given_files:
             raise StoreError(
                 f"version {card.version} of {card.model} is registered already, with other files: choose another "
                 f"--version, or remove that one first (`qworker models remove {card.model} --version {card.version}`)"

@@ -24,6 +24,7 @@ from qworker.store.card import Card
 from qworker.telemetry.counters import Counters
 from qworker.worker.headroom import Headroom
 from qworker.worker.hot_zone import Clock, HotZone
+from qworker.worker.load_guard import LoadGuard, Quarantined
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -85,17 +86,20 @@ class Loader:
         with self._counters.measures.stage("card"):
             return await self._in_thread(lambda: self._store.card(model))
 
-    async def load(self, card: Card, *, urgency: int = 0) -> Loaded:
+    async def load(self, card: Card, *, urgency: int = 0, guard: LoadGuard | None = None) -> Loaded:
         """A warm engine. From here its bytes are held until the caller unloads it.
 
         The more urgent one gets bytes first, as far as ``policy.residency`` lets it pass.
 
         Raises CorruptModel and LoadFailed (this file will not load), StoreError (it may later), NoRoom,
-        ModelTooLarge.
+        ModelTooLarge, Quarantined (``guard`` says that it has ended workers).
         """
         measures = self._counters.measures
         with measures.stage("fetch"):
-            found = await self._in_thread(lambda: self._store.fetch(card))
+            fetching = self._in_thread(lambda: self._store.fetch(card))
+            found, why_not = await asyncio.gather(fetching, _check(guard))
+        if why_not is not None:
+            raise why_not
         source, sample = [_source(card, found)], found.sample
         del found  # the file's bytes live in ``source`` alone, and leave it with the load
         nbytes = max(card.resident_bytes, self._measured.get(card.digest, 0))
@@ -109,6 +113,8 @@ class Loader:
             overshoot = max(0, (card.peak_bytes or 0) - nbytes)
             async with self._slots, self._headroom.hold(overshoot):
                 measures.stages["slot"].observe(self._clock() - asked)
+                if guard is not None:
+                    await guard.begin()
                 return await self._load_booked(card, source, sample, nbytes)
         except BaseException:
             # Whatever went wrong, the bytes are free again: an engine that was made has been closed, or will
@@ -234,6 +240,10 @@ class Loader:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
 
+async def _check(guard: LoadGuard | None) -> Quarantined | None:
+    return None if guard is None else await guard.check()
+
+
 def _free(backend: Backend, engine: Engine) -> None:
     engine.close()
     backend.trim()
@@ -248,5 +258,12 @@ def _close_abandoned(future: Future[Engine]) -> None:
 def _source(card: Card, found: Fetched) -> ModelSource:
     host_code = card.plan is not None and card.plan.lean_runtime  # such a plan was chosen, so the store is trusted
     return ModelSource(
-        card.model, card.version, found.path, found.content, card.intra_op_threads, found.mapped, host_code
+        card.model,
+        card.version,
+        found.path,
+        found.content,
+        card.intra_op_threads,
+        found.mapped,
+        host_code,
+        found.optimised,
     )

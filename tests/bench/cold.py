@@ -17,7 +17,7 @@ from ops.models import LaidOut, lay_out
 from qworker import Client
 from qworker.build.register import register
 from qworker.engine.base import ModelSource
-from qworker.engine.onnx import OnnxBackend
+from qworker.engine.onnx import OnnxBackend, host
 from qworker.engine.warmup import read_sample, sample_tensors
 from qworker.store.local import LocalStore
 from tests.bench.drive import run as run_loop
@@ -37,20 +37,22 @@ def run(chosen: argparse.Namespace) -> Table:
     with Room() as room:
         inputs = _register(room)
         for _ in rounds(chosen):
-            for model, floor in _floor(room.store, list(inputs)).items():
-                table.add(f"in process, {model}", {"ms": floor})
+            for optimised in (False, True):
+                for model, floor in _floor(room.store, list(inputs), optimised=optimised).items():
+                    table.add(f"in process{', optimised file' if optimised else ''}, {model}", {"ms": floor})
             (worker,) = room.workers()
             for model, found in run_loop(_call_each(room.url, inputs), uvloop=True).items():
                 table.add(f"cold call, {model}", found)
             worker.terminate()
             worker.wait_exit()
-    ratios = [
-        cold["ms"] / (floor["ms"] + OVERHEAD_MS)
-        for model in inputs
-        for cold, floor in zip(table.rounds[f"cold call, {model}"], table.rounds[f"in process, {model}"], strict=True)
-    ]
-    table.spread("p50_over_floor", ratios)
+    for name, floors in (("p50_over_floor", "in process"), ("p50_over_optimised", "in process, optimised file")):
+        table.spread(name, [ratio for model in inputs for ratio in _ratios(table, model, floors)])
     return table
+
+
+def _ratios(table: Table, model: str, floors: str) -> list[float]:
+    pairs = zip(table.rounds[f"cold call, {model}"], table.rounds[f"{floors}, {model}"], strict=True)
+    return [cold["ms"] / (floor["ms"] + OVERHEAD_MS) for cold, floor in pairs]
 
 
 def _register(room: Room) -> dict[str, dict[str, NDArray[Any]]]:
@@ -80,8 +82,9 @@ async def _call_each(url: str, inputs: dict[str, dict[str, NDArray[Any]]]) -> di
         return found
 
 
-def _floor(store: Path, models: list[str]) -> dict[str, float]:
-    command = [sys.executable, "-m", "tests.bench.cold", str(store), *models]
+def _floor(store: Path, models: list[str], *, optimised: bool) -> dict[str, float]:
+    """What a load takes in process, of the model itself or of what registration has kept of it."""
+    command = [sys.executable, "-m", "tests.bench.cold", str(store), host() if optimised else "", *models]
     return json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
 
 
@@ -93,7 +96,15 @@ def _load_each(store: LocalStore, models: list[str]) -> dict[str, float]:
         started = time.perf_counter()
         card = store.card(model)
         fetched = store.fetch(card)
-        engine = backend.load(ModelSource(model, card.version, fetched.path, fetched.content, card.intra_op_threads))
+        source = ModelSource(
+            model,
+            card.version,
+            fetched.path,
+            fetched.content,
+            card.intra_op_threads,
+            optimised=fetched.optimised,
+        )
+        engine = backend.load(source)
         sample = None if fetched.sample is None else read_sample(fetched.sample)
         backend.warm_up(engine, sample)
         if sample is not None:
@@ -103,4 +114,4 @@ def _load_each(store: LocalStore, models: list[str]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_load_each(LocalStore(sys.argv[1]), sys.argv[2:])))
+    sys.stdout.write(json.dumps(_load_each(LocalStore(sys.argv[1], sys.argv[2]), sys.argv[3:])))
