@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 FIRST_WAIT = 1.0
 LONGEST_WAIT = 300.0
+KILLS_ALLOWED = 2
+LONGEST_AFTER_KILLS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,22 @@ class LoadHistory:
         quarantine = self._failed.get(digest)
         return quarantine is not None and quarantine.refusing
 
+    def all(self) -> dict[str, Quarantine]:
+        """Everything that has failed and not been loaded since, for the operator."""
+        return dict(self._failed)
+
     def quarantine(self, digest: str) -> Quarantine | None:
         """What is known, for messages and the operator; None when the digest has not failed."""
         return self._failed.get(digest)
+
+
+def after_kills(kills: int) -> float:
+    """Seconds for which bytes are not loaded after the ``kills``-th worker in a row that ended while it loaded them.
+
+    None after the first: workers are killed for many reasons, and another one takes over at once. Then 30 s, 2
+    minutes, 8, ... an hour: each try may cost one more worker.
+    """
+    return 0.0 if kills < KILLS_ALLOWED else min(LONGEST_AFTER_KILLS, 30.0 * 4.0 ** min(kills - KILLS_ALLOWED, 16))
 
 
 def wait_after(attempts: int) -> float:

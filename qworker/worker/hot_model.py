@@ -37,6 +37,7 @@ from qworker.worker.batcher import Batcher
 from qworker.worker.cancelled import Cancelled
 from qworker.worker.hot_zone import Clock, HotZone, wait_at_most
 from qworker.worker.intake import Hint
+from qworker.worker.load_guard import LoadGuards, Quarantined, known_as
 from qworker.worker.loader import Loaded, Loader, NoRoom
 from qworker.worker.registry import Registry
 from qworker.worker.serve import Server, Serving
@@ -63,6 +64,7 @@ class Parts:
 
     zone: HotZone
     loader: Loader
+    guards: LoadGuards
     sessions: Sessions
     settler: Settler
     history: LoadHistory
@@ -253,9 +255,9 @@ class HotModel:
             return self._refuse(UnknownModel(str(error)))
         except QworkerError as error:
             return self._load_failed(f"card of {self.model}", error, at_fault=isinstance(error, CorruptModel))
-        if not parts.history.may_try(_known_as(card), now):
-            known = parts.history.quarantine(_known_as(card))
-            if known is not None and parts.history.refused(_known_as(card)):
+        if not parts.history.may_try(known_as(card), now):
+            known = parts.history.quarantine(known_as(card))
+            if known is not None and parts.history.refused(known_as(card)):
                 return self._refuse(ModelUnavailable(known.reason))
             return Outcome.GAVE_UP
         if self._leaving:
@@ -264,8 +266,13 @@ class HotModel:
 
     async def _load_card(self, card: Card) -> Outcome:
         parts = self._parts
+        session, well = self._session, False
+        guard = parts.guards.of(session, card) if session is not None and session.is_open else None
         try:
-            loaded = await parts.loader.load(card, urgency=self._hint.urgency)
+            loaded = await parts.loader.load(card, urgency=self._hint.urgency, guard=guard)
+            well = True
+        except Quarantined as error:
+            return self._refuse(ModelUnavailable(str(error)))
         except NoRoom as error:
             log.warning("model.no_room", model=self.model, reason=str(error))
             parts.counters.measures.load_failures["no_room"] += 1
@@ -273,8 +280,15 @@ class HotModel:
         except ModelTooLarge as error:
             return self._refuse(error)
         except QworkerError as error:
-            return self._load_failed(_known_as(card), error, at_fault=isinstance(error, LoadFailed | CorruptModel))
-        parts.history.succeeded(_known_as(card))
+            return self._load_failed(known_as(card), error, at_fault=isinstance(error, LoadFailed | CorruptModel))
+        except asyncio.CancelledError:
+            if guard is not None:
+                guard.abandoned()
+            raise
+        finally:
+            if guard is not None:  # this process lives; nobody has to wait for the record to say so
+                self._server.spawn(guard.ended(well=well))
+        parts.history.succeeded(known_as(card))
         self._loaded = loaded
         self._server.serving = Serving(
             self._batcher(loaded), card, card.signature(), since=time.time(), load_seconds=loaded.load_seconds
@@ -445,12 +459,3 @@ def _heard(error: BrokerError | None) -> None:
     """News of a claim only spare the sweeper some looks: when they are lost, nobody is worse off for long."""
     if error is not None:
         log.debug("news.lost", reason=str(error))
-
-
-def _known_as(card: Card) -> str:
-    """What a failed load is remembered by: this registration of these bytes.
-
-    Not the digest alone: a damaged file says nothing of a whole one with the same bytes under another name,
-    and who registers the same bytes again, as the error advises, is not to wait for the back-off.
-    """
-    return f"{card.model}/{card.version}/{card.digest}/{card.created.isoformat()}"

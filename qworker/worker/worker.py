@@ -39,6 +39,7 @@ from qworker.worker.headroom import Headroom
 from qworker.worker.hot_model import HotModel, Parts
 from qworker.worker.hot_zone import HotZone
 from qworker.worker.intake import Hint, Intake
+from qworker.worker.load_guard import LoadGuards
 from qworker.worker.loader import Loader
 from qworker.worker.pulse import Pulse
 from qworker.worker.registry import Registry
@@ -128,6 +129,7 @@ class Worker:
                 claim_timeout=settings.claim_timeout,
                 load_timeout=settings.load_timeout,
             ),
+            guards=LoadGuards(settler.firewall.book, self.counters),
             sessions=self._sessions,
             settler=settler,
             history=LoadHistory(),
@@ -267,6 +269,29 @@ class Worker:
     async def _cancel(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         return self._cancelled.carry_out(arguments, self._tenants)
 
+    def _quarantined(self) -> list[dict[str, Any]]:
+        """Builds that do not load: what they failed with, or which workers they ended, and when they are tried next."""
+        now, clock = time.time(), self._clock()
+        failed = [
+            {
+                "model": known.rsplit("/", 3)[0],  # see ``known_as``
+                "attempts": each.attempts,
+                "seconds": round(max(0.0, each.retry_at - clock), 1),
+                "reason": each.reason,
+            }
+            for known, each in self._parts.history.all().items()
+        ]
+        killed = [
+            {
+                "model": each.model,
+                "attempts": each.attempts,
+                "seconds": round(max(0.0, each.retry_at - now), 1),
+                "reason": each.reason,
+            }
+            for each in self._parts.guards.quarantined()
+        ]
+        return failed + killed
+
     # --- what others see -------------------------------------------------------------------------
 
     def not_ready(self) -> str | None:
@@ -301,6 +326,7 @@ class Worker:
             "claims": {model: str(tenant.claim.step) for model, tenant in self._tenants.items()},
             "draining": self._stopping.is_set(),
             "broker": self._pulse.state(self._sessions.open),
+            "quarantined": self._quarantined(),
             "refusing": [model for model, tenant in self._tenants.items() if tenant.claim.refusing],
             "waiting": [{"model": m, "seconds": s, "why": why} for m, s, why in self.zone.blocked()],
             "ledger": {"budget": self.zone.budget, "held": self.zone.held, "peak": self.zone.peak},

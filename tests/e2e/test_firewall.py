@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from numpy.typing import NDArray
 
 from qworker.wire.topology import DEAD
 from tests.e2e.caller import Caller, Reply
 from tests.e2e.fleet import Fleet
+from tests.e2e.models import put
 from tests.support import deadly
+from tests.support.models import identity
+from tests.support.waiting import wait_until_sync
 
 pytestmark = pytest.mark.chaos
 
@@ -100,3 +104,29 @@ def test_a_new_worker_knows_the_payload(fleet: Fleet, caller: Caller) -> None:
     replies = answers(fleet, caller, [second], (1, 1))
     assert replies[second].code == "poison_job"
     fleet.finish()
+
+
+def test_model_that_ends_its_workers_when_it_loads(fleet: Fleet, caller: Caller, tmp_path: Path) -> None:
+    """Two workers, not all of them: then its jobs are answered with the reason, also by workers that start later."""
+    put(fleet.store, "deadly", identity())
+    switch = tmp_path / "switch"
+    switch.touch()
+    fleet.start(2)
+    jobs = [caller.job("deadly", filled(k)) for k in range(3)]
+    replies = answers(fleet, caller, jobs, (2, 2))
+    assert {reply.code for reply in replies.values()} == {"model_unavailable"}
+    assert "ended 2 workers" in replies[jobs[0]].message
+    (held,) = [entry for worker in fleet.live() for entry in worker.state()["quarantined"]]
+    assert held["model"] == "deadly"
+    assert "out of memory" in held["reason"]
+    fleet.finish(errors_allowed={"model.refused"})
+    fleet.workers.clear()
+    fleet.start(1)
+    assert caller.call("deadly", filled(1)).code == "model_unavailable"
+    assert caller.call("echo", filled(1)).code == "ok"
+    switch.unlink()
+    mended = onnx.load_from_string(identity())
+    mended.doc_string = "mended"
+    put(fleet.store, "deadly", mended.SerializeToString())  # other bytes are not in quarantine
+    wait_until_sync(lambda: caller.call("deadly", filled(1)).code == "ok", 30, what="the new version is served")
+    fleet.finish(errors_allowed={"model.refused"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qworker.policy.backoff import LoadHistory, wait_after
+from qworker.policy.backoff import LoadHistory, after_kills, wait_after
 
 
 def test_waits_double_from_one_second_to_five_minutes() -> None:
@@ -61,3 +61,9 @@ def test_no_attempts_at_all_make_no_sense() -> None:
     """The error says what is expected."""
     with pytest.raises(ValueError, match="at least 1"):
         LoadHistory(max_attempts=0)
+
+
+def test_loads_that_end_workers_are_put_off_longer_each_time() -> None:
+    """Not after the first, which may have been killed for any reason; from the second on four times as long."""
+    assert [after_kills(n) for n in range(8)] == [0, 0, 30, 120, 480, 1920, 3600, 3600]
+    assert after_kills(10_000) == 3600

@@ -1,0 +1,150 @@
+"""Loads that may end their worker: on record before they begin, and put off longer each time that one did.
+
+A library that crashes on a plan, or a model that has the system kill us for its memory, would otherwise end one
+worker after the other: each finds the jobs waiting and loads it. The record is at the broker, under the mark of this
+registration of these bytes, so it outlives workers and is seen by all of them; other bytes start afresh.
+
+A build that this process has loaded once is not on record for its later loads.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import structlog
+
+from qworker.broker.base import Session
+from qworker.errors import BrokerError, QworkerError
+from qworker.policy.backoff import after_kills
+from qworker.store.card import Card
+from qworker.telemetry.counters import Counters
+from qworker.worker.strikes import Strike, StrikeBook, mark_of
+
+log = structlog.get_logger(__name__)
+
+
+class Quarantined(QworkerError):
+    """Loads of these bytes have ended workers, and it is not time for the next one."""
+
+    code = "model_unavailable"
+    retryable = True
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A build that is not loaded, for the operator. Times are unix seconds."""
+
+    model: str
+    digest: str
+    attempts: int
+    retry_at: float
+    reason: str
+
+
+def known_as(card: Card) -> str:
+    """What a failed load is remembered by: this registration of these bytes.
+
+    Not the digest alone: a damaged file says nothing of a whole one with the same bytes under another name,
+    and who registers the same bytes again, as the error advises, is not to wait for the back-off.
+    """
+    return f"{card.model}/{card.version}/{card.digest}/{card.created.isoformat()}"
+
+
+def load_mark(card: Card) -> str:
+    """The mark of a build's loads on the broker's record."""
+    return mark_of("load", known_as(card))
+
+
+def held(card: Card, kills: int, worker: str, at: float, now: float) -> Held | None:
+    """What keeps ``card`` from being loaded now, after that many kills, the last one at ``at``; None: nothing."""
+    wait = after_kills(kills)
+    if wait == 0 or now >= at + wait:
+        return None
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+    reason = (
+        f"loading {card.model} version {card.version} ended {kills} workers, the last one ({worker}) at {when}: it is "
+        f"tried again in {at + wait - now:.0f} s; look at that worker's end (out of memory, a crash of the library), "
+        "and register the model again when it is mended"
+    )
+    return Held(card.model, card.digest, kills, at + wait, reason)
+
+
+class LoadGuards:
+    """One a worker. Owned here: what this process has loaded before, and what it found in quarantine."""
+
+    def __init__(self, book: StrikeBook, counters: Counters) -> None:
+        self.book = book
+        self._counters = counters
+        self._proven: set[str] = set()
+        self._held: dict[str, Held] = {}
+
+    def of(self, session: Session, card: Card) -> LoadGuard | None:
+        """The guard of one load; None where this process has loaded the build before."""
+        return None if load_mark(card) in self._proven else LoadGuard(self, session, card)
+
+    def quarantined(self) -> list[Held]:
+        """Builds that were found in quarantine here, and have not been loaded since."""
+        return list(self._held.values())
+
+    def found(self, card: Card, held_back: Held | None) -> None:
+        if held_back is None:
+            self._held.pop(card.model, None)
+        else:
+            self._counters.loads_quarantined += 1
+            self._held[card.model] = held_back
+
+    def proved(self, mark: str) -> None:
+        self._proven.add(mark)
+
+
+class LoadGuard:
+    """One load: ``check`` early, ``begin`` just before the bytes become an engine, ``ended`` when we live on.
+
+    While the broker cannot be asked, loads go on unguarded.
+    """
+
+    def __init__(self, guards: LoadGuards, session: Session, card: Card) -> None:
+        self._guards = guards
+        self._session = session
+        self._card = card
+        self._mark = load_mark(card)
+        self._begun = False
+        self.kills = 0
+
+    async def check(self) -> Quarantined | None:
+        """Why it must not be loaded now, or None. Never raises for the broker's trouble."""
+        book = self._guards.book
+        try:
+            record = await book.read(self._session, self._mark)
+        except BrokerError as error:
+            log.info("load.unguarded", model=self._card.model, reason=str(error))
+            return None
+        self.kills = record.strikes.begun
+        held_back = held(self._card, self.kills, record.worker, record.at, time.time())
+        self._guards.found(self._card, held_back)
+        return None if held_back is None else Quarantined(held_back.reason)
+
+    async def begin(self) -> None:
+        """Put the load on record. Never raises for the broker's trouble."""
+        if self._session.blocked:
+            return  # it takes no publishes now, and a load is not to wait for that
+        try:
+            await self._guards.book.begin(self._session, self._mark, self._card.model)
+        except BrokerError as error:
+            log.info("load.unguarded", model=self._card.model, reason=str(error))
+        else:
+            self._begun = True
+
+    def abandoned(self) -> None:
+        """The worker stops, and has no time for this load: that is not the build's fault."""
+        if self._begun:
+            self._begun = False
+            self._guards.book.note(self._session, self._mark, self._card.model, Strike.GIVEN_BACK)
+
+    async def ended(self, *, well: bool) -> None:
+        """The load is over, well or not, and this process lives: take it off the record."""
+        if well:
+            self._guards.proved(self._mark)
+        if self._begun or (well and self.kills):
+            await self._guards.book.forget(self._session, self._mark)
