@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from qworker import Client
-from qworker.broker.base import Properties, Session
+from qworker.broker.base import Delivery, Properties, Session
 from qworker.broker.reference.session import AioPikaConnector
 from qworker.wire.codec import encode_job
 from qworker.wire.datatypes import tensor
@@ -47,17 +47,27 @@ async def call(client: Client, model: str) -> None:
 
 async def publish(session: Session, model: str, job_id: str, **inputs: Any) -> None:
     """One job whose answer goes to ``REPLIES``."""
+    await session.publish(JOBS, model, *job(model, job_id, **inputs))
+
+
+def job(model: str, job_id: str, **inputs: Any) -> tuple[bytes, Properties]:
+    """Its body and envelope."""
     tensors = tuple(tensor(name, array) for name, array in (inputs or {"x": X}).items())
     envelope = Properties(
         message_id=job_id, correlation_id=job_id, reply_to=REPLIES, content_type=MSGPACK, persistent=True
     )
-    await session.publish(JOBS, model, encode_job(Job(job_id, model, tensors), MSGPACK), envelope)
+    return encode_job(Job(job_id, model, tensors), MSGPACK), envelope
 
 
 async def collect(session: Session) -> Inbox:
     replies = Inbox()
+
+    def take(delivery: Delivery) -> None:
+        replies.take(delivery)
+        delivery.ack_soon()
+
     await session.declare(classic(REPLIES))
-    await session.consume(REPLIES, replies.take, prefetch=1000)
+    await session.consume(REPLIES, take, prefetch=1000)
     return replies
 
 
