@@ -278,16 +278,6 @@ def _without_values(text: str) -> str:
     return said + found + re.sub(r"-?\d[\d.]*(?:e[+-]?\d+)?", "#", detail)
 
 
-def _without_values(text: str) -> str:
-    """``text`` without the numbers and quotations in what an operator says while it runs: it quotes its inputs, and
-    these words travel and are logged. What is said of shapes before a run begins stays."""
-    said, found, detail = text.partition("Status Message:")
-    if not found:
-        return text
-    detail = re.sub(r"'[^']*'|\"[^\"]*\"", "'...'", detail)
-    return said + found + re.sub(r"-?\d[\d.]*(?:e[+-]?\d+)?", "#", detail)
-
-
 def _words(exc: BaseException) -> str:
     """The library's message on one line, without its prefix and the source paths of its build."""
     text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : ", "", str(exc) or type(exc).__name__)
