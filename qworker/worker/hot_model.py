@@ -40,6 +40,7 @@ from qworker.worker.intake import Hint
 from qworker.worker.load_guard import LoadGuards, Quarantined, known_as
 from qworker.worker.loader import Loaded, Loader, NoRoom
 from qworker.worker.registry import Registry
+from qworker.worker.reply_check import is_costly
 from qworker.worker.serve import Server, Serving
 from qworker.worker.sessions import Sessions
 from qworker.worker.settle import Settler
@@ -291,7 +292,12 @@ class HotModel:
         parts.history.succeeded(known_as(card))
         self._loaded = loaded
         self._server.serving = Serving(
-            self._batcher(loaded), card, card.signature(), since=time.time(), load_seconds=loaded.load_seconds
+            self._batcher(loaded),
+            card,
+            card.signature(),
+            since=time.time(),
+            load_seconds=loaded.load_seconds,
+            costly=is_costly(card),
         )
         return Outcome.OK
 

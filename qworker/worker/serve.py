@@ -18,7 +18,7 @@ from uuid import uuid4
 from msgspec.structs import replace
 
 from qworker.broker.base import Delivery, Session
-from qworker.errors import BrokerUnavailable, InvalidInput, JobError
+from qworker.errors import BrokerUnavailable, InvalidInput, JobError, Unroutable
 from qworker.store.card import Card
 from qworker.telemetry.measures import ModelMeasures
 from qworker.wire.codec import Blobs, decode_job, reply_kind
@@ -49,6 +49,8 @@ class Serving:
     since: float
     """Unix seconds at which the engine was ready."""
     load_seconds: float
+    costly: bool = False
+    """Worth to ask first whether somebody waits for the answer."""
 
 
 class Server:
@@ -338,6 +340,24 @@ class _JobInHand:
         if self._server.cancelled.ids:
             self._server.cancelled.check(job.id)
         self._server.check(job, self._serving)
+        if self._serving.costly and self._server.settler.replies.doubtful(self._delivery.properties.reply_to):
+            self._server.spawn(self._run_if_wanted(job))
+        else:
+            self._submit(job)
+
+    async def _run_if_wanted(self, job: Job) -> None:
+        """Run it, unless its answer would be for nobody."""
+        asked = self._delivery.properties
+        gone = await self._server.settler.replies.missing(self._session, asked.reply_to or "")
+        try:
+            if gone is None:
+                self._submit(job)
+            else:
+                await self._settle(gone)
+        except JobError as error:
+            self._end(error)
+
+    def _submit(self, job: Job) -> None:
         self._started = time.perf_counter()
         self._serving.batcher.submit(job, self._deadline, self._ran)
 
@@ -388,7 +408,7 @@ class _JobInHand:
         if not server.settler.settle_soon(self._session, self._delivery, server.model, verdict, ended):
             server.spawn(self._settle(verdict))
 
-    async def _settle(self, verdict: Result | JobError) -> None:
+    async def _settle(self, verdict: Result | JobError | Unroutable) -> None:
         server = self._server
         try:
             await server.settler.settle(self._session, self._delivery, server.model, self._job_id, verdict)

@@ -32,6 +32,7 @@ from qworker.wire.topology import CAUSE_HEADER, DEAD, RESULTS
 from qworker.worker.answered import Answered
 from qworker.worker.apart import Apart
 from qworker.worker.firewall import Firewall
+from qworker.worker.reply_check import ReplyQueues
 
 log = structlog.get_logger(__name__)
 
@@ -45,6 +46,7 @@ class Settler:
     def __init__(
         self, worker: str, max_attempts: int, max_body: int, counters: Counters, budgets: Budgets | None = None
     ) -> None:
+        self.replies = ReplyQueues(time.monotonic, counters)
         self.firewall = Firewall(worker, budgets or Budgets(unsent=max_attempts), counters)
         self.answered = Answered(time.monotonic)
         self.apart: Apart | None = None
@@ -60,7 +62,7 @@ class Settler:
         log.info("job.repeated", model=model, job_id=asked.message_id)
 
     async def settle(
-        self, session: Session, delivery: Delivery, model: str, job_id: str, verdict: Result | JobError
+        self, session: Session, delivery: Delivery, model: str, job_id: str, verdict: Result | QworkerError
     ) -> None:
         """Answer and settle, once. When the session ends first, the broker has the job back: no harm done."""
         try:
