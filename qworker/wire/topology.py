@@ -39,6 +39,15 @@ EXPIRED = "qworker.expired"
 
 DIRECT_REPLY_TO = "amq.rabbitmq.reply-to"
 
+_OURS, _FOR_REPLIES = "qworker.", ("qworker.replies.", "qworker.collected.", "qworker.score.")
+
+
+def takes_replies(queue: str) -> bool:
+    """Whether an answer may be sent to ``queue``. Not to those that run the platform: a worker may write to them, and
+    whoever publishes a job would write there by its hand."""
+    return not queue.startswith(_OURS) or queue.startswith(_FOR_REPLIES)
+
+
 PUBLISHED_HEADER = "x-published"
 """Unix milliseconds at which a job was published (AMQP's own timestamp has whole seconds only)."""
 DEADLINE_HEADER = "x-deadline"

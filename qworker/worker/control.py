@@ -18,7 +18,7 @@ from qworker.errors import InvalidInput, PublishFailed, QworkerError
 from qworker.wire.codec import reply_kind
 from qworker.wire.control import decode_order, encode_order_reply
 from qworker.wire.names import shown
-from qworker.wire.topology import ANSWERED, CONTROL, EVENTS, Binding, control_queue, order_key
+from qworker.wire.topology import ANSWERED, CONTROL, EVENTS, Binding, control_queue, order_key, takes_replies
 
 log = structlog.get_logger(__name__)
 
@@ -72,7 +72,7 @@ class Control:
         except QworkerError as error:
             log.warning("order.refused", verb=shown(verb), code=error.code, reason=str(error))
             outcome = error
-        if not asked.reply_to:
+        if not asked.reply_to or not takes_replies(asked.reply_to):
             return
         kind = reply_kind(asked.content_type, delivery.body)
         body = encode_order_reply(self._worker, verb, outcome, kind)

@@ -22,13 +22,14 @@ from qworker.errors import (
     PublishFailed,
     QworkerError,
     ResultTooLarge,
+    Unroutable,
 )
 from qworker.policy.outcome import Budgets, Outcome, ReplyTo, Send, Settle, To, decide, deliveries, of_result
 from qworker.telemetry.counters import Counters
 from qworker.telemetry.log import trace_of
 from qworker.wire.codec import encode_failure, reply_kind, result_body
 from qworker.wire.messages import JSON, Failure, Result
-from qworker.wire.topology import CAUSE_HEADER, DEAD, RESULTS
+from qworker.wire.topology import CAUSE_HEADER, DEAD, RESULTS, takes_replies
 from qworker.worker.answered import Answered
 from qworker.worker.apart import Apart
 from qworker.worker.firewall import Firewall
@@ -188,6 +189,8 @@ class Settler:
             why, trace = str(verdict), trace_of(asked.headers)
             log.info("job.failed", model=model, job_id=job_id, code=verdict.code, reason=why, **trace)
         exchange, key = (RESULTS, model) if outcome.to is To.RESULTS else ("", asked.reply_to or "")
+        if not takes_replies(key):
+            raise Unroutable("the job names one of the platform's own queues for its answer: name a reply queue")
         reply = _envelope(job_id, asked, content_type, ReplyTo.of(asked.reply_to))
         sent = time.perf_counter()
         await session.publish(exchange, key, body, reply, mandatory=outcome.mandatory)

@@ -26,7 +26,7 @@ from tests.e2e.caller import Caller
 from tests.e2e.fleet import ROOT, Fleet
 from tests.e2e.models import copy_store, inputs_of
 from tests.support.rabbitmq import start_node
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_until, wait_until_sync
 
 GRANT = ROOT / "ops" / "rabbitmq" / "grant"
 ROLES = {"alice": "publisher", "bob": "publisher", "wanda": "worker", "oscar": "operator", "carl": "collector"}
@@ -238,6 +238,24 @@ def test_refused(served: PrivateNode, what: str) -> None:
         work(channel)
     connection.close()
     assert closed.value.reply_code == ACCESS_REFUSED, closed.value
+
+
+PLATFORMS = ("qworker.jobs.other", "qworker.activation", "qworker.strikes.forged", "qworker.results.forged")
+
+
+@pytest.mark.parametrize("queue", PLATFORMS)
+def test_a_publisher_cannot_write_by_a_workers_hand(served: PrivateNode, queue: str) -> None:
+    """An answer goes into no queue of the platform's own: the job is a dead letter, and the queue stays as it was."""
+    connection, channel = _channel(served.url)  # an administrator: the queues are there, and could be written to
+    channel.queue_declare(queue, passive=queue in PLATFORMS[:2], exclusive=queue not in PLATFORMS[:2])
+    channel.queue_purge(DEAD)
+    with Caller(url(served, "alice"), "qworker.replies.alice.hand") as alice:
+        job_id = alice.job("echo", inputs_of("echo", 1), reply_to=queue)
+        letter = wait_until_sync(lambda: channel.basic_get(DEAD, auto_ack=True)[1], 20, what="the dead letter")
+        assert (letter.message_id, letter.headers["x-qworker-cause"]) == (job_id, "reply_gone")
+        assert alice.call("echo", inputs_of("echo", 2)).code == "ok"
+    assert channel.queue_declare(queue, passive=True).method.message_count == 0
+    connection.close()
 
 
 async def test_nobody_else_reads_an_exclusive_reply_queue(served: PrivateNode) -> None:
