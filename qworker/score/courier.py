@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -224,24 +224,26 @@ class Courier:
 
     # --- delivering ------------------------------------------------------------------------------
 
-    async def deliver(self, sending: AsyncIterator[Piece]) -> AsyncIterator[Answer]:
+    async def deliver(self, sending: AsyncGenerator[Piece]) -> AsyncGenerator[Answer]:
         """Send all pieces, and yield how each row ended, in the order in which answers come.
 
-        Raises what ``sending`` raises, and UnknownModel, ModelUnavailable, ModelChanged, BrokerRefused.
+        Closes ``sending``. Raises what it raises, and UnknownModel, ModelUnavailable, ModelChanged, BrokerRefused.
         """
-        self._chores.append(self._tasks.create_task(self._pump(sending)))
-        while True:
-            if self._fed and not self._open and self._events.empty():
-                return
-            event = await self._events.get()
-            if isinstance(event, QworkerError):
-                raise event
-            if event is not None:
-                self._open -= 1
-                yield event
-                self._stir.set()
+        pump = self._tasks.create_task(self._pump(sending))
+        try:
+            while not (self._fed and not self._open and self._events.empty()):
+                event = await self._events.get()
+                if isinstance(event, QworkerError):
+                    raise event
+                if event is not None:
+                    self._open -= 1
+                    yield event
+                    self._stir.set()
+        finally:
+            pump.cancel()
+            await asyncio.wait({pump})
 
-    async def _pump(self, sending: AsyncIterator[Piece]) -> None:
+    async def _pump(self, sending: AsyncGenerator[Piece]) -> None:
         """Keep the window full."""
         try:
             while True:
@@ -262,6 +264,8 @@ class Courier:
                 await self._stir.wait()
         except QworkerError as exc:
             self._events.put_nowait(exc)
+        finally:
+            await sending.aclose()
 
     def _has_room(self) -> bool:
         waiting = len(self._flying) + self._events.qsize()

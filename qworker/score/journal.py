@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, TextIO, cast
+from typing import Any, BinaryIO, NamedTuple, TextIO, cast
 
 import msgspec
 import numpy as np
@@ -64,6 +64,16 @@ class RecordHead(msgspec.Struct, frozen=True, array_like=True):
         return found if len(found) == count else np.arange(found[0], found[0] + count, dtype=np.int64)
 
 
+_decode_head = msgspec.msgpack.Decoder(RecordHead).decode
+
+
+class Place(NamedTuple):
+    """Where the record of an answer begins."""
+
+    life: int
+    at: int
+
+
 def packed_rows(rows: Rows) -> bytes:
     """The row numbers of a record, short where they follow each other."""
     follow = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
@@ -78,6 +88,7 @@ class Failed:
     row: int
     code: str
     message: str
+    key: str | int | None = None
 
 
 @dataclass(slots=True)
@@ -253,9 +264,10 @@ class Journal:
             results.flush()
             os.fdatasync(results.fileno())
             for each in failed:
-                self._line({"failed": [each.model, each.row, each.code, each.message[:2000]]})
+                self._line({"failed": [each.model, each.row, each.code, each.message[:2000], each.key]})
             self._line({"life": self._life, "flushed": results.tell()})
         self._sync_lines()
+        self._marked[self._life] = results.tell()
         self.failed.extend(failed)
 
     def remove(self) -> None:
@@ -266,15 +278,15 @@ class Journal:
 
     # --- reading ---------------------------------------------------------------------------------
 
-    def records(self) -> Iterator[tuple[int, int, RecordHead]]:
-        """All answers that are marked: life, where the body begins, and the head. Each stretch of rows once."""
+    def records(self, *, check: bool = False) -> Iterator[tuple[Place, RecordHead]]:
+        """All answers that are marked: where they lie, and their heads. Each stretch of rows once."""
         seen = Done()
         for life in sorted(self._marked):
-            for at, head in self._scan(life):
+            for place, head in self._scan(life, check=check):
                 if seen.add(head.model, head.part, head.lo, head.hi, self._size(head)):
-                    yield life, at, head
+                    yield place, head
 
-    def body(self, life: int) -> Path:
+    def results(self, life: int) -> Path:
         """The file of one life's results."""
         return self.folder / f"results-{life}.bin"
 
@@ -282,9 +294,14 @@ class Journal:
         if size > 1:
             self._sizes[model, part] = size
 
-    def _scan(self, life: int) -> Iterator[tuple[int, RecordHead]]:
-        decode = msgspec.msgpack.Decoder(RecordHead).decode
-        path, end = self.body(life), self._marked[life]
+    def load(self, file: BinaryIO, at: int) -> tuple[RecordHead, bytes]:
+        """The record at ``at`` of a file of results."""
+        file.seek(at)
+        head_bytes, body_bytes, _ = _FRAME.unpack(file.read(_FRAME.size))
+        return _decode_head(file.read(head_bytes)), file.read(body_bytes)
+
+    def _scan(self, life: int, *, check: bool = False) -> Iterator[tuple[Place, RecordHead]]:
+        path, end = self.results(life), self._marked[life]
         with writing(path), path.open("rb") as file:
             at = 0
             while at < end:
@@ -293,14 +310,14 @@ class Journal:
                     raise RunChanged(f"{path} is shorter than its journal says: delete {self.folder} to begin anew")
                 head_bytes, body_bytes, crc = _FRAME.unpack(frame)
                 packed = file.read(head_bytes)
-                body = file.read(body_bytes)
-                if zlib.crc32(body, zlib.crc32(packed)) != crc:
+                if check and zlib.crc32(file.read(body_bytes), zlib.crc32(packed)) != crc:
                     raise RunChanged(f"{path} is damaged at byte {at}: delete {self.folder} to begin anew")
-                yield at + _FRAME.size + head_bytes, decode(packed)
+                yield Place(life, at), _decode_head(packed)
                 at += _FRAME.size + head_bytes + body_bytes
+                file.seek(at)
 
     def _count(self) -> None:
-        for _, _, head in self.records():
+        for _, head in self.records(check=True):
             self.done.add(head.model, head.part, head.lo, head.hi, self._size(head))
             self.done.rows += head.hi - head.lo
         self.done.failed = len({(each.model, each.row) for each in self.failed})
@@ -339,7 +356,7 @@ class Journal:
 
     def _open_results(self) -> None:
         with writing(self.folder):
-            self._results = self.body(self._life).open("ab")
+            self._results = self.results(self._life).open("ab")
 
     def _line(self, line: Head) -> None:
         lines = cast("TextIO", self._lines)
