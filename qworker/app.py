@@ -25,6 +25,9 @@ from qworker.worker.worker import Worker
 log = structlog.get_logger(__name__)
 
 
+CLOSE_PATIENCE = 20.0
+
+
 async def run_worker(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; a second signal ends the process at once."""
     backends = await asyncio.to_thread(open_backends, settings)
@@ -53,6 +56,16 @@ async def run_worker(settings: Settings) -> None:
         await worker.run()
         await asyncio.to_thread(backends.close)
     log.info("worker.stopped", name=settings.name)
+
+
+async def _close(backends: Backends) -> None:
+    """Free the device, if it lets us: a driver that hangs gives it back with the process."""
+    closing = asyncio.get_running_loop().run_in_executor(None, backends.close)
+    done, _ = await asyncio.wait({closing}, timeout=CLOSE_PATIENCE)
+    if done:
+        closing.result()
+    else:
+        log.warning("device.close_hangs", seconds=CLOSE_PATIENCE)
 
 
 def loop_factory(wanted: Literal["auto", "asyncio", "uvloop"]) -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, NoReturn, cast
 import typer
 
 from qworker.app import loop_factory, run_worker
+from qworker.cli.leaving import without_stuck_threads
 from qworker.config import Settings, load_settings
 from qworker.engine.tensorrt.devices import list_devices
 from qworker.errors import DeviceLost, QworkerError
@@ -63,6 +64,8 @@ def worker(
     event_loop: Annotated[str | None, Flag(help="auto, asyncio or uvloop.")] = None,
     sweep_interval: Annotated[float | None, Flag(help="Seconds between two sweeps of all queues.")] = None,
     heartbeat: Annotated[int | None, Flag(help="Seconds between AMQP heartbeats.")] = None,
+    consumer_timeout: Annotated[float | None, Flag(help="The broker's setting of that name, in seconds.")] = None,
+    watchdog: Annotated[float | None, Flag(help="Seconds for which the event loop may stand; 0: any.")] = None,
     http_host: Annotated[str | None, Flag(help="Address of the health port.")] = None,
     http_port: Annotated[int | None, Flag(help="Health port; 0 takes a free one.")] = None,
     log_level: Annotated[str | None, Flag(help="debug, info, warning or error.")] = None,
@@ -76,7 +79,7 @@ def worker(
         configure_logging(settings.log_level, settings.log_format, settings.name)
         if settings.device == "all" and settings.backend != "onnx":
             raise typer.Exit(_supervise(settings))
-        with asyncio.Runner(loop_factory=loop_factory(settings.event_loop)) as runner:
+        with asyncio.Runner(loop_factory=loop_factory(settings.event_loop)) as runner, without_stuck_threads():
             runner.run(run_worker(settings))
     except QworkerError as error:
         _refuse([error])
