@@ -28,12 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.broker)
 
 
-@pytest.fixture(scope="session")
-def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """asyncio's own loop, or uvloop where QWORKER_TEST_LOOP says so: ``ops/test --rabbitmq 4`` runs on that."""
-    if os.environ.get("QWORKER_TEST_LOOP") == "uvloop":
-        return uvloop.EventLoopPolicy()
-    return asyncio.DefaultEventLoopPolicy()
+if os.environ.get("QWORKER_TEST_LOOP") == "uvloop":  # ``ops/test --rabbitmq 4`` says so; else asyncio's own loop
+
+    def pytest_asyncio_loop_factories(
+        config: pytest.Config,
+        item: pytest.Item,
+    ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+        """All tests run on uvloop."""
+        return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="session")
