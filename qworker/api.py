@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from qworker.broker.base import Connector
 from qworker.broker.fast.session import FastConnector
@@ -14,6 +15,10 @@ from qworker.client.replies import Reply, ReplyQueue
 from qworker.client.sync import SyncClient as _SyncClient
 from qworker.config import Settings
 from qworker.store.blobs import Blobs, open_blobs
+from qworker.telemetry.trace import client_traces
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 __all__ = ["Client", "Reply", "ReplyQueue", "SyncClient", "client_for", "connector_for"]
 
@@ -32,6 +37,9 @@ class Client(_Client):
 
     ``blobs`` is the blob store of the workers, an absolute folder or ``s3://bucket/prefix``: what a message does not
     hold (the largest tensors, until ``blob_limit`` bytes are left) then travels through it, both ways.
+
+    ``traces``: a span for each call, whose context travels with the job; True for the tracer provider that the program
+    has set, or another one. Needs the extra ``otel``.
     """
 
     def __init__(
@@ -44,6 +52,7 @@ class Client(_Client):
         max_body: int = DEFAULT_MAX_MESSAGE_BYTES,
         blobs: str | Path | Blobs | None = None,
         blob_limit: int = BLOB_LIMIT,
+        traces: TracerProvider | bool = False,
     ) -> None:
         if bool(url) == (connector is not None):
             raise TypeError("expected Client(url) or Client(connector=...), one of the two")
@@ -59,6 +68,7 @@ class Client(_Client):
             ),
             self._store,
             blob_limit=blob_limit,
+            traces=client_traces(traces),
         )
 
     async def __aenter__(self) -> Client:
@@ -88,6 +98,7 @@ class SyncClient(_SyncClient):
         max_body: int = DEFAULT_MAX_MESSAGE_BYTES,
         blobs: str | Path | Blobs | None = None,
         blob_limit: int = BLOB_LIMIT,
+        traces: TracerProvider | bool = False,
     ) -> None:
         super().__init__(
             Client(
@@ -98,6 +109,7 @@ class SyncClient(_SyncClient):
                 max_body=max_body,
                 blobs=blobs,
                 blob_limit=blob_limit,
+                traces=traces,
             )
         )
 

@@ -19,6 +19,7 @@ from qworker.config import Settings
 from qworker.errors import ConfigError
 from qworker.telemetry.exposition import Exposition
 from qworker.telemetry.http import Canary, HealthServer
+from qworker.telemetry.trace import worker_traces
 from qworker.wire.topology import Entity, QueueType, lane_topology, static_topology
 from qworker.worker.worker import Worker
 
@@ -34,6 +35,7 @@ async def run_worker(settings: Settings) -> None:
     connector = connector_for(settings, settings.name)
     blobs = blobs_of(settings, memory=int(settings.blob_memory))
     worker = Worker(settings, connector, backends.store, backends.backend, backends.budgets, blobs)
+    traces = worker.counters.measures.traces = worker_traces(settings.traces, settings.name)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, _stop_once, worker, signum)
@@ -55,6 +57,8 @@ async def run_worker(settings: Settings) -> None:
         log.info("worker.started", name=settings.name, store=settings.store, memory=worker.zone.budget)
         await worker.run()
         await asyncio.to_thread(backends.close)
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
     log.info("worker.stopped", name=settings.name)
 
 

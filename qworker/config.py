@@ -163,6 +163,8 @@ class Settings(BaseSettings):
     """Port of health and metrics; 0 takes a free one; off when not set."""
     metrics_models: Annotated[int, Field(ge=0, le=1000)] = 20
     """Models that have metrics of their own, the busiest ones; the others are added up as ``other``."""
+    traces: Annotated[str, Field(pattern=r"^(off|otlp|file:.+)$")] = "off"
+    """Traces of single jobs: ``otlp`` (to where OpenTelemetry's own variables say) or ``file:PATH``, a span a line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "json", "console"] = "auto"
     """``auto`` is ``console`` on a terminal and ``json`` elsewhere."""

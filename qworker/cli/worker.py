@@ -68,6 +68,8 @@ def worker(
     watchdog: Annotated[float | None, Flag(help="Seconds for which the event loop may stand; 0: any.")] = None,
     http_host: Annotated[str | None, Flag(help="Address of the health port.")] = None,
     http_port: Annotated[int | None, Flag(help="Health port; 0 takes a free one.")] = None,
+    metrics_models: Annotated[int | None, Flag(help="Models that have metrics of their own.")] = None,
+    traces: Annotated[str | None, Flag(help="off, otlp or file:PATH.")] = None,
     log_level: Annotated[str | None, Flag(help="debug, info, warning or error.")] = None,
     log_format: Annotated[str | None, Flag(help="auto, json or console.")] = None,
     config: Annotated[Path | None, Flag(help="TOML file with settings.")] = None,

@@ -25,6 +25,7 @@ from qworker.client.link import Link
 from qworker.client.replies import ReplyQueue, fetch_reply, read_reply
 from qworker.errors import BrokerError, BrokerUnavailable, CallTimeout
 from qworker.store.base import BlobStore
+from qworker.telemetry.trace import ClientTraces, traced
 from qworker.wire.codec import encode_job
 from qworker.wire.control import cancel_order, encode_order
 from qworker.wire.datatypes import tensor
@@ -53,8 +54,16 @@ class Client:
     Any number of tasks may call at once. A lost connection is reopened by itself.
     """
 
-    def __init__(self, connector: Connector, blobs: BlobStore | None = None, *, blob_limit: int = BLOB_LIMIT) -> None:
+    def __init__(
+        self,
+        connector: Connector,
+        blobs: BlobStore | None = None,
+        *,
+        blob_limit: int = BLOB_LIMIT,
+        traces: ClientTraces | None = None,
+    ) -> None:
         """``blobs``: where tensors go that ``blob_limit`` bytes in a message do not hold, and results may lie."""
+        self.traces = traces
         self._blobs = blobs
         self._blob_limit = blob_limit
         # Written by ``_request`` alone (on_reply and on_lost only complete the futures).
@@ -97,6 +106,7 @@ class Client:
         """Calls that wait for their reply now."""
         return len(self._waiting)
 
+    @traced
     async def call(
         self,
         model: str,
@@ -149,6 +159,7 @@ class Client:
         except Referenced as found:
             return (await fetch_reply(found, self._blobs, *reply)).result()
 
+    @traced
     async def publish(
         self,
         model: str,
@@ -325,6 +336,8 @@ class Client:
         headers: dict[str, int | str] = {PUBLISHED_HEADER: int(now * 1000)}
         if self._blobs is not None:
             headers[BLOBS_HEADER] = self._blobs.prefix
+        if self.traces is not None:
+            self.traces.inject(headers)
         expiration: int | None = None
         if deadline is not None:
             headers[DEADLINE_HEADER] = int(deadline * 1000)

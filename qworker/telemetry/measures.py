@@ -17,6 +17,7 @@ from typing import Final
 
 from qworker.errors import QworkerError
 from qworker.policy.thrash import REGRET_FACTOR
+from qworker.telemetry.trace import Traces
 
 SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper ends of the buckets of what a job waits for."""
@@ -61,9 +62,10 @@ class Histogram:
 class ModelMeasures:
     """One model's jobs: what they waited in the queue, waited for others, and ran."""
 
-    __slots__ = ("cold", "jobs", "queue", "run", "wait")
+    __slots__ = ("cold", "jobs", "queue", "run", "traces", "wait")
 
-    def __init__(self) -> None:
+    def __init__(self, traces: Traces | None = None) -> None:
+        self.traces = traces
         self.queue = Histogram()
         self.wait = Histogram()
         self.run = Histogram()
@@ -117,11 +119,16 @@ class Measures:
     sweep_seconds: float = 0.0
     depths: dict[str, list[tuple[int, int]]] = field(default_factory=dict[str, list[tuple[int, int]]])
     """By model, as of the last sweep here: ready jobs and consumers of each lane."""
+    traces: Traces | None = None
+    """Of single jobs, where they are wanted. Set before there are any."""
     loop_lag: Histogram = field(default_factory=Histogram)
     _left: dict[str, float] = field(default_factory=dict[str, float])
 
     def of(self, model: str) -> ModelMeasures:
-        return self.models.setdefault(model, ModelMeasures())
+        measured = self.models.get(model)
+        if measured is None:
+            measured = self.models[model] = ModelMeasures(self.traces)
+        return measured
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:

@@ -68,6 +68,8 @@ class _Report:
     shared: int = 0
     broken: list[tuple[Hashable, bool]] = field(default_factory=list[tuple[Hashable, bool]])
     """Batches that failed as a whole, and whether each of their jobs did well by itself."""
+    traced: list[tuple[float, float, int, list[str]]] = field(default_factory=list[tuple[float, float, int, list[str]]])
+    """Of runs, where jobs are traced: end (unix), seconds, rows, and the ids of their jobs."""
 
 
 class Batcher:
@@ -92,6 +94,8 @@ class Batcher:
         self._engine = engine
         self._threads = threads
         self._counters = counters
+        self._traces = counters.measures.traces
+        self._card = card
         self._may_come = may_come
         verified = card.batching if card.batching is not None and card.batching.max_rows > 1 else None
         self._axes = _ONE_RUN_EACH if verified is None else verified.axes()
@@ -264,6 +268,9 @@ class Batcher:
                 if self._together:
                     self._counters.measures.rows.observe(rows)
                     self._counters.measures.fill.observe(rows / self._rules.max_rows)
+            if self._traces is not None:
+                for run in report.traced:
+                    self._traces.batch(self._card.model, *run)
             for key, harmless_apart in report.broken:
                 self._counters.batches_split += 1
                 if harmless_apart:
@@ -331,6 +338,9 @@ class Batcher:
         report.runs.append((key, sum(piece.rows for _, piece in members), seconds))
         if len(members) > 1:
             report.shared += len(members)
+            if self._traces is not None:
+                ids = [entry.job.id for entry, _ in members]
+                report.traced.append((time.time(), seconds, report.runs[-1][1], ids))
         report.done.extend((member, part, seconds) for member, part in zip(members, outputs, strict=True))
         return True
 

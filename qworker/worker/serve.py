@@ -72,6 +72,7 @@ class Server:
     ) -> None:
         self.model = model
         self.measured = measured or ModelMeasures()
+        self.traces = self.measured.traces
         self.in_hand = 0
         self.window = 0
         self.serving: Serving | JobError | None = None
@@ -192,6 +193,7 @@ class _JobInHand:
         "_serving",
         "_session",
         "_started",
+        "_trace",  # None unless the job is traced
     )
 
     _serving: Serving
@@ -216,6 +218,12 @@ class _JobInHand:
             self._deadline = self._expires_at(properties.expiration_ms / 1000)
         else:
             self._deadline = None
+        traces = server.traces
+        self._trace = (
+            None
+            if traces is None
+            else traces.begin(server.model, self._job_id, headers, self._published, self._received)
+        )
 
     def _expires_at(self, seconds: float) -> float:
         """When a job is over that has an expiration and no deadline: counted from its publishing, as far as that
@@ -337,6 +345,8 @@ class _JobInHand:
 
     def _run(self, job: Job) -> None:
         self._job_id = job.id
+        if self._trace is not None:
+            self._trace.known_as(job.id)
         if self._server.cancelled.ids:
             self._server.cancelled.check(job.id)
         self._server.check(job, self._serving)
@@ -387,6 +397,8 @@ class _JobInHand:
         if published is not None and published < serving.since:
             timing["load"] = serving.load_seconds  # the job was there before the model was
         self._server.measured.job(timing["queue"], timing["wait"], run_seconds, cold="load" in timing)
+        if self._trace is not None:
+            self._trace.ran(timing["wait"], run_seconds, serving.since, timing.get("load"))
         return Result(self._job_id, self._server.model, serving.card.version, tuple(outputs), timing)
 
     async def _lighten(self, apart: Apart, result: Result) -> None:
@@ -394,12 +406,16 @@ class _JobInHand:
 
     def _end(self, verdict: Result | JobError) -> None:
         """Settle, at once where that is possible."""
-        server = self._server
+        server, trace = self._server, self._trace
+        if trace is not None:
+            trace.ends(verdict)
 
         def ended(settled: bool) -> None:
             try:
                 if settled:
                     server.settled()
+                    if trace is not None:
+                        trace.settled()
                 else:
                     server.spawn(self._settle(verdict))
             except BaseException as bug:  # noqa: BLE001  # not swallowed
@@ -414,6 +430,8 @@ class _JobInHand:
             await server.settler.settle(self._session, self._delivery, server.model, self._job_id, verdict)
         finally:
             server.settled()
+            if self._trace is not None:
+                self._trace.settled()
 
 
 async def _raise(bug: BaseException) -> None:
