@@ -336,10 +336,17 @@ class _JobInHand:
             self._server.spawn(self._fetch_apart(apart, found))
 
     async def _fetch_apart(self, apart: Apart, found: Referenced) -> None:
-        """Read and verify what lies beside the message, in threads, and go on."""
+        """Read and verify what lies beside the message, in threads, and go on; not for longer than it has time."""
+        limit = asyncio.timeout(self._seconds_left())
         try:
-            blobs = await apart.inputs(found)
-            self._run(await asyncio.to_thread(self._server.decode, self._delivery, blobs))
+            async with limit:
+                blobs = await apart.inputs(found)
+                job = await asyncio.to_thread(self._server.decode, self._delivery, blobs)
+            self._run(job)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            self._end(expired(self._deadline or 0.0, time.time()))
         except JobError as error:
             self._end(error)
 
