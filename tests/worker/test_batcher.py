@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from qworker.errors import DeadlineExceeded, InferenceFailed, InvalidInput
+from qworker.errors import DeadlineExceeded, InferenceFailed, InvalidInput, JobCancelled
 from qworker.store.card import BatchingEntry, Card, FileEntry, RunTime, TensorEntry
 from qworker.telemetry.counters import Counters
 from qworker.wire.datatypes import tensor
@@ -409,3 +409,132 @@ async def test_a_wait_ends(threads: CountingThreads) -> None:
 async def _outcome(work: Any) -> BaseException | None:
     (result,) = await asyncio.gather(work, return_exceptions=True)
     return result if isinstance(result, BaseException) else None
+
+
+# --- what ends before it runs --------------------------------------------------------------------
+
+
+async def test_the_time_of_a_waiting_job_ends_while_another_runs(threads: CountingThreads) -> None:
+    """It is told then, not when its turn comes; it never runs, and nobody else is harmed."""
+    gate, engine = Gate(), Recorder()
+    engine.before_run = gate
+    batched = batcher(engine, threads)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(batched.run(job([0], 9)))
+        await in_gate(gate)
+        late = group.create_task(_outcome(batched.run(job([1]), time.time() + 0.05)))
+        good = group.create_task(batched.run(job([2]), time.time() + 60))
+        error = await late
+        assert isinstance(error, DeadlineExceeded)
+        assert engine.runs == [[0]]
+        assert not good.done()
+        gate.open()
+    check(job([2]), good.result()[0])
+    assert engine.runs == [[0], [2]]
+    assert not batched._entries
+
+
+async def test_jobs_are_cancelled_in_a_forming_batch(threads: CountingThreads) -> None:
+    """Those named drop out and get the error; what runs goes on; the rest runs together."""
+    gate, engine = Gate(), Recorder()
+    engine.before_run = gate
+    batched = batcher(engine, threads)
+    named = [Job(f"job {k}", "m", job([k]).inputs) for k in range(5)]
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(batched.run(named[0]))
+        await in_gate(gate)
+        waiting = [group.create_task(_outcome(batched.run(each))) for each in named[1:]]
+        await has_waiting(batched, 4)
+        found = batched.cancel({"job 0", "job 2", "job 3", "job 9"}, JobCancelled("gone"))
+        assert found == ({"job 2", "job 3"}, {"job 0"})
+        outcomes = [await waiting[1], await waiting[2]]
+        assert [type(outcome) for outcome in outcomes] == [JobCancelled, JobCancelled]
+        gate.open()
+    check(named[0], first.result()[0])
+    assert engine.runs == [[0], [1, 4]]
+
+
+async def test_a_job_is_cancelled_on_its_way_to_the_engine(threads: CountingThreads) -> None:
+    """Handed to the thread, but not begun: it does not run. Begun: it does, and says so."""
+    gate, engine = Gate(), Recorder()
+    engine.before_run = gate
+    batched = batcher(engine, threads, card(max_rows=1, seconds=1e-5))
+    named = [Job(f"job {k}", "m", job([k]).inputs) for k in range(3)]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_outcome(batched.run(each))) for each in named]
+        await in_gate(gate)
+        assert threads.hops == 1
+        assert not batched._table.waiting
+        assert batched.cancel({"job 0", "job 1"}, JobCancelled("gone")) == ({"job 1"}, {"job 0"})
+        gate.open()
+    assert [type(task.result()) for task in tasks] == [type(None), JobCancelled, type(None)]
+    assert engine.runs == [[0], [2]]
+
+
+async def test_the_rest_of_a_large_job_is_cancelled(threads: CountingThreads) -> None:
+    """Its first rows run, the others do not."""
+    gate, engine = Gate(), Recorder()
+    engine.before_run = gate
+    batched = batcher(engine, threads)
+    async with asyncio.TaskGroup() as group:
+        large = group.create_task(_outcome(batched.run(job(range(100)))))
+        await in_gate(gate)
+        assert batched.cancel({"j"}, JobCancelled("gone")) == ({"j"}, set())
+        assert isinstance(await large, JobCancelled)
+        gate.open()
+        await wait_until(lambda: not batched._table._running)
+    assert engine.runs == [list(range(8))]
+    assert not batched._entries
+
+
+async def test_a_job_that_cannot_be_done_in_time_is_refused_at_once(threads: CountingThreads) -> None:
+    """By what a run takes and what waits before it; with the estimate in the text. One with time enough waits."""
+    gate, engine = Gate(), Recorder()
+    engine.before_run = gate
+    batched = batcher(engine, threads, card(max_rows=1, seconds=10.0))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(batched.run(job([0])))
+        await in_gate(gate)
+        group.create_task(batched.run(job([1]), time.time() + 25))
+        await has_waiting(batched, 1)
+        with pytest.raises(DeadlineExceeded, match=r"expected to take \d+(\.\d+)? s \(queue .* \+ run 10\)"):
+            await batched.run(job([2]), time.time() + 15)
+        refused: list[object] = []
+        with pytest.raises(DeadlineExceeded):
+            batched.submit(job([3]), time.time() + 15, refused.append)
+        assert batched._table.waiting == 1
+        gate.open()
+    assert engine.runs == [[0], [1]]
+    assert not refused
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_who_is_told_that_it_is_over_has_not_run(threads: CountingThreads, seed: int) -> None:
+    """Deadlines and cancellations race with the threads: a job is told one thing, and runs only with a result."""
+    rng, engine = random.Random(seed), Recorder()
+    engine.before_run = lambda _run: time.sleep(rng.random() * 0.002)
+    batched = batcher(engine, threads, card(max_rows=4, seconds=1e-4), lanes=2, may_come=True)
+    over: set[int] = set()
+
+    async def one(number: int) -> None:
+        await asyncio.sleep(rng.random() * 0.3)
+        deadline = time.time() + rng.random() * 0.05 if rng.random() < 0.3 else None
+        error = await _outcome(batched.run(Job(str(number), "m", job([number]).inputs), deadline))
+        if error is not None:
+            assert isinstance(error, DeadlineExceeded | JobCancelled)
+            over.add(number)
+
+    async def cancel_some() -> None:
+        for _ in range(60):
+            batched.cancel({str(rng.randrange(300)) for _ in range(40)}, JobCancelled("gone"))
+            await asyncio.sleep(0.003)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(300):
+            group.create_task(one(number))
+        group.create_task(cancel_some())
+    ran = {number for run in engine.runs for number in run}
+    assert over
+    assert ran
+    assert not ran & over
+    assert ran | over == set(range(300))
