@@ -21,12 +21,12 @@ from qworker.app import declare_models
 from qworker.broker.node import PrivateNode
 from qworker.errors import BrokerRefused
 from qworker.store.local import LocalStore
-from qworker.wire.topology import CONTROL, DEAD, JOBS, RESULTS, order_key
+from qworker.wire.topology import CONTROL, DEAD, RESULTS, order_key
 from tests.e2e.caller import Caller
-from tests.e2e.fleet import ROOT, Fleet
+from tests.e2e.fleet import COMMAND, ROOT, Fleet
 from tests.e2e.models import copy_store, inputs_of
 from tests.support.rabbitmq import start_node
-from tests.support.waiting import wait_until, wait_until_sync
+from tests.support.waiting import wait_until_sync
 
 GRANT = ROOT / "ops" / "rabbitmq" / "grant"
 ROLES = {"alice": "publisher", "bob": "publisher", "wanda": "worker", "oscar": "operator", "carl": "collector"}
@@ -98,21 +98,34 @@ def test_a_publisher_may_cancel(served: PrivateNode) -> None:
     _allowed(url(served, "alice"), lambda channel: channel.basic_publish(CONTROL, order_key("cancel"), b""))
 
 
-async def test_an_operator_sees_to_dead_letters(served: PrivateNode) -> None:
-    """Reads them and sends their jobs again; the publisher that sent the bad job could not."""
-    with Caller(url(served, "alice"), "qworker.replies.alice.dead") as alice:
+def _qworker(*arguments: str) -> str:
+    command = [*COMMAND, *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, f"{arguments} ended with {done.returncode}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def test_an_operator_sees_to_dead_letters(served: PrivateNode) -> None:
+    """Lists them, puts one back (it comes again, being as bad as before), and drops it."""
+    broker = ("--broker", url(served, "oscar"), "--json")
+    with Caller(url(served, "alice"), "qworker.replies.alice.dead", listen=False) as alice:
         job_id = alice.send("echo", b"\xc1 nothing", reply_to=None)
-    connection = pika.BlockingConnection(pika.URLParameters(url(served, "oscar")))
-    channel = connection.channel()
-    channel.confirm_delivery()
+    wait_until_sync(lambda: job_id in _qworker("dead", "list", *broker), 30, what="the dead letter")
+    assert job_id in _qworker("dead", "requeue", "--job", job_id, *broker)
+    wait_until_sync(lambda: job_id in _qworker("dead", "list", *broker), 30, what="the dead letter again")
+    assert job_id in _qworker("dead", "drop", "--job", job_id, *broker)
+    assert job_id not in _qworker("dead", "list", *broker)
 
-    def letter() -> bytes | None:
-        return channel.basic_get(DEAD, auto_ack=True)[2]
 
-    assert (await wait_until(letter, 20)) is not None, job_id
-    channel.basic_publish(JOBS, "echo", b"\xc1 again")
-    assert (await wait_until(letter, 20)) is not None
-    connection.close()
+def test_an_operator_scores(served: PrivateNode, made_up_store: Path, tmp_path: Path) -> None:
+    """Publishes into the batch lane, and reads the answers of its own run."""
+    rows = np.arange(30, dtype=np.float32).reshape(10, 3)
+    np.savez(tmp_path / "rows.npz", x=rows)
+    files = ("-i", str(tmp_path / "rows.npz"), "-o", str(tmp_path / "scored.npz"))
+    _qworker("score", *files, "-m", "echo", "--store", str(made_up_store), "--broker", url(served, "oscar"))
+    with np.load(tmp_path / "scored.npz") as scored:
+        assert sorted(scored["row"]) == list(range(10))
+        assert (scored["y"] == rows[scored["row"]]).all()
 
 
 def test_a_collector_collects(served: PrivateNode) -> None:
