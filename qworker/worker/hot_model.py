@@ -9,8 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
@@ -27,24 +26,18 @@ from qworker.errors import (
     QworkerError,
     UnknownModel,
 )
-from qworker.policy.backoff import LoadHistory
 from qworker.policy.claim import Claim, Outcome, Step, advance, force, holds_hint
 from qworker.store.card import Card
-from qworker.telemetry.counters import Counters
-from qworker.wire.limits import Limits
 from qworker.wire.topology import BATCH_NEWS, EVENTS, Lane, announcement, claimed, lane_queue, lease_queue
 from qworker.worker.batcher import Batcher
-from qworker.worker.cancelled import Cancelled
-from qworker.worker.hot_zone import Clock, HotZone, wait_at_most
+from qworker.worker.hot_zone import wait_at_most
 from qworker.worker.intake import Hint
-from qworker.worker.load_guard import LoadGuards, Quarantined, known_as
-from qworker.worker.loader import Loaded, Loader, NoRoom
-from qworker.worker.registry import Registry
+from qworker.worker.load_guard import Quarantined, known_as
+from qworker.worker.loader import Loaded, NoRoom
+from qworker.worker.parts import Parts
 from qworker.worker.reply_check import is_costly
 from qworker.worker.serve import Server, Serving
-from qworker.worker.sessions import Sessions
-from qworker.worker.settle import Settler
-from qworker.worker.subscriptions import AckTimeout, Subscriptions
+from qworker.worker.subscriptions import Subscriptions
 from qworker.worker.sweep import wake
 
 log = structlog.get_logger(__name__)
@@ -57,32 +50,6 @@ REFUSING_LOOK = 0.2
 BLOCKED_LOOK = 0.2
 LOOKS, LOOK_PAUSE = 4, 0.03
 LANES: tuple[Lane, ...] = ("jobs", "batch")
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What all models of a worker share."""
-
-    zone: HotZone
-    loader: Loader
-    guards: LoadGuards
-    sessions: Sessions
-    settler: Settler
-    history: LoadHistory
-    registry: Registry
-    engine_threads: ThreadPoolExecutor
-    counters: Counters
-    clock: Clock
-    limits: Limits
-    cancelled: Cancelled
-    ack_timeout: AckTimeout
-    prefetch: int
-    threads: int
-    max_queue_delay: float
-    max_replicas: int
-    reclaim_patience: float
-    """Seconds for which the lease of a loaded model is asked for, after its session was lost. A connection that
-    broke in silence holds it until the broker misses its heartbeats."""
 
 
 class HotModel:

@@ -36,11 +36,12 @@ from qworker.worker.apart import Apart
 from qworker.worker.cancelled import Cancelled
 from qworker.worker.control import Control
 from qworker.worker.headroom import Headroom
-from qworker.worker.hot_model import HotModel, Parts
+from qworker.worker.hot_model import HotModel
 from qworker.worker.hot_zone import HotZone
 from qworker.worker.intake import Hint, Intake
 from qworker.worker.load_guard import LoadGuards
 from qworker.worker.loader import Loader
+from qworker.worker.parts import Parts
 from qworker.worker.pulse import Pulse
 from qworker.worker.registry import Registry
 from qworker.worker.sessions import Sessions

@@ -145,7 +145,7 @@ async def test_result_is_confirmed_before_the_job_is_acked(
         await session.consume("replies", replies.take, prefetch=10)
         async with running(cable.url, identities, backend) as worker:
             await publish(session, "a", "first", "replies")
-            await wait_until(lambda: len(replies) == 1)
+            await wait_until(lambda: len(replies) == 1 and worker.state()["models"][0]["in_hand"] == 0)
             cable.mute(1)  # the connection that publishes: the next result arrives, and its confirm does not
             await publish(session, "a", "second", "replies")
             await wait_until(lambda: len(replies) == 2)

@@ -1,0 +1,44 @@
+"""What all models of a worker share: their owners are named in each part."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from qworker.policy.backoff import LoadHistory
+from qworker.telemetry.counters import Counters
+from qworker.wire.limits import Limits
+from qworker.worker.cancelled import Cancelled
+from qworker.worker.hot_zone import Clock, HotZone
+from qworker.worker.load_guard import LoadGuards
+from qworker.worker.loader import Loader
+from qworker.worker.registry import Registry
+from qworker.worker.sessions import Sessions
+from qworker.worker.settle import Settler
+from qworker.worker.subscriptions import AckTimeout
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What all models of a worker share."""
+
+    zone: HotZone
+    loader: Loader
+    guards: LoadGuards
+    sessions: Sessions
+    settler: Settler
+    history: LoadHistory
+    registry: Registry
+    engine_threads: ThreadPoolExecutor
+    counters: Counters
+    clock: Clock
+    limits: Limits
+    cancelled: Cancelled
+    ack_timeout: AckTimeout
+    prefetch: int
+    threads: int
+    max_queue_delay: float
+    max_replicas: int
+    reclaim_patience: float
+    """Seconds for which the lease of a loaded model is asked for, after its session was lost. A connection that
+    broke in silence holds it until the broker misses its heartbeats."""
