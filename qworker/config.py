@@ -150,6 +150,7 @@ class Settings(BaseSettings):
     queue_type: Literal["quorum", "classic"] = "quorum"
     heartbeat: Annotated[int, Field(ge=5, le=60)] = 10
     confirm_timeout: Seconds = 30.0
+    """How long a publish waits for the broker's confirm before the session is given up."""
     consumer_timeout: Seconds = 1800.0
     """The broker's own setting of that name, which AMQP does not tell: how long a job may be held. Fewer jobs are taken
     in hand where they would be held for longer."""
