@@ -35,7 +35,16 @@ from qworker.score.mapping import Plan
 from qworker.score.parts import Part
 from qworker.wire.codec import decode_reply, encode_job
 from qworker.wire.messages import MSGPACK, Failure, Job, Result
-from qworker.wire.topology import BATCH, PUBLISHED_HEADER, Queue, QueueType, lane_queue, lane_topology
+from qworker.wire.topology import (
+    BATCH,
+    PUBLISHED_HEADER,
+    Lane,
+    Queue,
+    QueueType,
+    lane_queue,
+    lane_topology,
+    static_topology,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -456,7 +465,7 @@ class Courier:
         try:
             await session.declare(self._replies)
             for route in self._routes:
-                await self._declare_lane(session, route.model)
+                await self._declare_lanes(session, route.model)
             await session.consume(self._replies.name, self._take, prefetch=1000)
         except BaseException:
             await session.__aexit__(None, None, None)
@@ -464,13 +473,18 @@ class Courier:
         self._session = session
         self._opened.set()
 
-    async def _declare_lane(self, session: Session, model: str) -> None:
-        """The batch lane exists from its first use on."""
-        if await session.depth(lane_queue("batch", model)) is None:
-            try:
-                await session.declare(*lane_topology("batch", model, self._queue_type))
-            except TopologyMismatch:  # somebody was quicker, with queues of the other type
-                _LOG.debug("the batch queue of %s is there by now", model)
+    async def _declare_lanes(self, session: Session, model: str) -> None:
+        """The batch lane exists from its first use on; who serves a model, or refuses it, consumes both lanes."""
+        lanes: tuple[Lane, ...] = ("jobs", "batch")
+        depths = await session.depths([lane_queue(lane, model) for lane in lanes])
+        missing = [lane for lane, depth in zip(lanes, depths, strict=True) if depth is None]
+        if not missing:
+            return
+        entities = [entity for lane in missing for entity in lane_topology(lane, model, self._queue_type)]
+        try:
+            await session.declare(*static_topology(self._queue_type), *entities)
+        except TopologyMismatch:  # somebody was quicker, with queues of the other type
+            _LOG.debug("the queues of %s are there by now", model)
 
     async def _watch(self) -> None:
         """Open a new session whenever one is lost, and send again what nobody has confirmed."""
@@ -534,7 +548,7 @@ class Courier:
                     continue
                 depth = await session.depth(lane_queue("batch", route.model))
                 if depth is None:
-                    await self._declare_lane(session, route.model)
+                    await self._declare_lanes(session, route.model)
                 elif depth.ready or depth.consumers:
                     continue  # they wait for a worker, or one has them in hand
                 _LOG.warning("%d jobs of %s are nowhere: sent again", len(mine), route.model)

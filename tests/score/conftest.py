@@ -27,6 +27,8 @@ def fleet(amqp_url: str, score_store: Path, tmp_path: Path) -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def scoring(fleet: Fleet, tmp_path: Path) -> Scoring:
+def scoring(fleet: Fleet, tmp_path: Path) -> Iterator[Scoring]:
     """``qworker score`` as a child process, on the fleet's broker and store."""
-    return Scoring(fleet.url, fleet.store, tmp_path)
+    scoring = Scoring(fleet.url, fleet.store, tmp_path)
+    yield scoring
+    scoring.stop()

@@ -84,14 +84,23 @@ class Scoring:
 
     def __init__(self, url: str, store: Path, folder: Path) -> None:
         self.url, self.store, self.folder = url, store, folder
+        self._started: list[subprocess.Popen[str]] = []
+
+    def stop(self) -> None:
+        """End whatever still runs."""
+        for process in self._started:
+            process.kill()
+            process.communicate()
 
     def start(self, *arguments: object, **more: str) -> subprocess.Popen[str]:
         environment = {key: text for key, text in os.environ.items() if not key.startswith("QWORKER_")}
         environment |= {"PYTHONPATH": str(ROOT), **more}
         command = [*COMMAND, "score", "--json", "--store", str(self.store), "--broker", self.url, *map(str, arguments)]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
+        self._started.append(process)
+        return process
 
     def run(self, *arguments: object, timeout: float = 60.0, **more: str) -> Ended:
         return self.ended(self.start(*arguments, **more), timeout)
