@@ -148,7 +148,7 @@ class HotModel:
         except BrokerUnavailable as error:
             log.info("model.session_lost", model=self.model, step=self.claim.step, reason=str(error))
             outcome = Outcome.LOST
-            self._reclaim_until = self._parts.clock() + self._parts.reclaim_patience
+            self._reclaim_until = self._parts.reclaim_until(self._session)
             self._subscriptions.forget()
             self._server.session_lost()
             # The zone has us leaving: with the lease gone too, there is no way back into the hot set.

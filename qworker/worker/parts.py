@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from qworker.broker.base import Session
 from qworker.policy.backoff import LoadHistory
 from qworker.telemetry.counters import Counters
 from qworker.wire.limits import Limits
@@ -39,6 +41,6 @@ class Parts:
     threads: int
     max_queue_delay: float
     max_replicas: int
-    reclaim_patience: float
-    """Seconds for which the lease of a loaded model is asked for, after its session was lost. A connection that
-    broke in silence holds it until the broker misses its heartbeats."""
+    reclaim_until: Callable[[Session | None], float]
+    """Until when the lease of a loaded model is asked for, after this session was lost: a connection that broke in
+    silence holds it until the broker misses its heartbeats. After that, another worker has it."""

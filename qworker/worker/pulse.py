@@ -27,19 +27,29 @@ PATIENCE = 1.0
 
 
 class Pulse:
-    """Owned here: since when the present session is blocked."""
+    """Owned here: since when the present session is blocked, and when it was last known to be alive."""
 
     def __init__(self, worker: str, counters: Counters, clock: Clock) -> None:
         self._worker = worker
         self._counters = counters
         self._clock = clock
         self._blocked_since: float | None = None
+        self._session: Session | None = None
+        self._alive_at = self._former_alive_at = clock()
+
+    def alive_at(self, session: Session | None) -> float:
+        """When the broker last showed that it holds this session, the present or the former one, to be alive."""
+        return self._alive_at if session is self._session else self._former_alive_at
 
     async def beat(self, session: Session) -> None:
         """Publish one word, which no queue takes. Raises BrokerUnavailable when the session ends."""
+        said = self._clock()
+        if session is not self._session:
+            self._session, self._former_alive_at, self._alive_at = session, self._alive_at, said
         try:
             async with asyncio.timeout(PATIENCE):
                 await session.publish(EVENTS, alive(self._worker), b"", Properties())
+            self._alive_at = said
         except TimeoutError:
             return
         except PublishFailed as error:  # somebody deleted the exchange: that harms no job

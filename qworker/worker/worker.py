@@ -42,7 +42,7 @@ from qworker.worker.intake import Hint, Intake
 from qworker.worker.load_guard import LoadGuards
 from qworker.worker.loader import Loader
 from qworker.worker.parts import Parts
-from qworker.worker.pulse import Pulse
+from qworker.worker.pulse import PULSE_SECONDS, Pulse
 from qworker.worker.registry import Registry
 from qworker.worker.sessions import Sessions
 from qworker.worker.settle import Settler
@@ -52,7 +52,7 @@ from qworker.worker.sweep import Sweeper
 log = structlog.get_logger(__name__)
 
 LANES_AT_ONCE = 64
-RECLAIM_MARGIN = 5.0
+RECLAIM_MARGIN = PULSE_SECONDS + 1.0
 HEARTBEATS_TO_DEATH = 3
 """So many are missed before the broker gives up a connection, and frees its leases."""
 LOAD_NICENESS = 5
@@ -145,7 +145,7 @@ class Worker:
             threads=settings.threads,
             max_queue_delay=settings.max_queue_delay,
             max_replicas=settings.max_replicas,
-            reclaim_patience=HEARTBEATS_TO_DEATH * settings.heartbeat + RECLAIM_MARGIN,
+            reclaim_until=self._ghost_is_gone_by,
         )
 
     # --- life ------------------------------------------------------------------------------------
@@ -234,6 +234,10 @@ class Worker:
             tenant.session_ended()
         if reason is not None:
             raise reason
+
+    def _ghost_is_gone_by(self, session: Session | None) -> float:
+        """When the broker has certainly seen the end of ``session``, however silent it was."""
+        return self._pulse.alive_at(session) + HEARTBEATS_TO_DEATH * self._settings.heartbeat + RECLAIM_MARGIN
 
     # --- tenants ---------------------------------------------------------------------------------
 
