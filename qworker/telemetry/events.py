@@ -23,6 +23,7 @@ _WORKER: Final = {
     "worker.ended": Event("error", "A worker process of the supervisor ended badly; it is started again."),
     "supervisor.started": Event("info", "One worker process is started for each device."),
     "http.listening": Event("info", "The port of health and metrics is open."),
+    "process.ends_with_stuck_threads": Event("warning", "Threads that cannot be stopped are left behind."),
     "chore.ended": Event("debug", "A task of a session ended with it."),
     "loop.stands": Event("warning", "The event loop has not turned for two seconds; where it stands."),
     "loop.moves": Event("warning", "It turns again."),
@@ -53,6 +54,7 @@ _MODELS: Final = {
     "model.evicted": Event("info", "Told to leave; the reason names for whom, and why this one."),
     "model.no_room": Event("warning", "Its bytes were not free in time; the sweep tries again."),
     "model.load_failed": Event("error", "A load failed; it is tried again, ever more rarely."),
+    "load.unguarded": Event("info", "The note of a load in progress, for the case that it ends us, could not be made."),
     "model.load_hangs": Event("error", "A load takes longer than load_timeout; its bytes stay booked until it ends."),
     "model.refused": Event("error", "It cannot be served: its jobs are answered with this failure."),
     "model.larger_than_card": Event("warning", "It takes more memory than its card says; the next load books more."),
@@ -76,6 +78,7 @@ _JOBS: Final = {
     "job.dead_lettered": Event("warning", "A job went to the dead-letter exchange, with the cause in its headers."),
     "job.repeated": Event("info", "A job came again that had been answered; it was not run again."),
     "job.tried_alone": Event("info", "A job that may have ended a worker runs by itself."),
+    "reply_queue.unknown": Event("debug", "Whether an answer is still wanted could not be found out; the job runs."),
     "reply.failed": Event("warning", "The broker did not take an answer."),
     "order.refused": Event("warning", "An operator's order was not carried out."),
     "order.unanswered": Event("warning", "The answer to an order had nowhere to go."),
@@ -88,6 +91,7 @@ _JOBS: Final = {
 _DEVICE: Final = {
     "device.opened": Event("info", "The GPU is there, with its budget."),
     "device.lost": Event("critical", "An error broke the CUDA context: the process ends, the job is remembered."),
+    "device.close_hangs": Event("warning", "The device did not let go of its memory in time; the process ends anyway."),
     "device.drift": Event("warning", "The device holds more memory than the worker knows of."),
 }
 
