@@ -55,6 +55,13 @@ class InferenceFailed(JobError):
     code = "inference_failed"
 
 
+class OutOfMemory(InferenceFailed):
+    """There was no memory to run this job, not even by itself. It may pass when less else is in memory."""
+
+    code = "out_of_memory"
+    retryable = True
+
+
 class DeadlineExceeded(JobError):
     """The job's deadline passed before it ran."""
 
@@ -290,6 +297,7 @@ JOB_ERRORS: dict[str, type[JobError]] = {
         ModelUnavailable,
         ModelTooLarge,
         InferenceFailed,
+        OutOfMemory,
         DeadlineExceeded,
         JobCancelled,
         ResultTooLarge,

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from qworker.engine import memory, warmup
 from qworker.engine.base import Engine, ModelSource
 from qworker.engine.slim import WEIGHTS, slim
-from qworker.errors import InferenceFailed, InvalidInput, LoadFailed
+from qworker.errors import InferenceFailed, InvalidInput, LoadFailed, OutOfMemory
 from qworker.wire.datatypes import BYTES, bytes_array, datatype_of
 from qworker.wire.messages import Tensor
 from qworker.wire.signature import Dim, Signature, TensorSpec, check_outputs
@@ -61,6 +61,7 @@ _STATUS_ERRORS: Final[tuple[type[Exception], ...]] = tuple(
     error for error in vars(ort_errors).values() if isinstance(error, type) and issubclass(error, Exception)
 )
 _LIBRARY_ERRORS: Final = (*_STATUS_ERRORS, RuntimeError, ValueError, TypeError, MemoryError, SystemError)
+_NO_MEMORY: Final = re.compile(r"bad_alloc|[Ff]ailed to allocate memory|bad allocation")
 _FATAL_ONLY: Final = 4
 _VECTOR_FLAGS: Final = ("avx", "fma", "f16c", "amx", "asimd", "sve", "bf16", "i8mm", "fphp")
 
@@ -181,6 +182,8 @@ class OnnxEngine:
         except (ort_errors.InvalidArgument, ValueError) as exc:  # ValueError: an input is missing
             raise InvalidInput(f"the model rejects these inputs: {_without_values(_words(exc))}") from exc
         except _LIBRARY_ERRORS as exc:
+            if isinstance(exc, MemoryError) or _NO_MEMORY.search(str(exc)):
+                raise OutOfMemory("onnxruntime found no memory to run this job: send less at once") from exc
             raise InferenceFailed(f"the model failed on these inputs: {_without_values(_words(exc))}") from exc
         return [_from_library(name, array) for name, array in zip(wanted, arrays, strict=True)]
 

@@ -19,6 +19,7 @@ from qworker.errors import (
     DeviceMemoryFull,
     ModelTooLarge,
     ModelUnavailable,
+    OutOfMemory,
     PoisonJob,
     QworkerError,
     UnknownModel,
@@ -179,7 +180,7 @@ def class_of(error: BaseException | type[BaseException]) -> FailureClass:
 
 _CLASSES: tuple[tuple[tuple[type[BaseException], ...], FailureClass], ...] = (
     ((DeadlineExceeded, CallTimeout, TimeoutError), FailureClass.TIME_OUT),
-    ((DeviceMemoryFull, MemoryError), FailureClass.OUT_OF_MEMORY),
+    ((OutOfMemory, DeviceMemoryFull, MemoryError), FailureClass.OUT_OF_MEMORY),
     ((ModelUnavailable, ModelTooLarge, UnknownModel), FailureClass.MODEL_UNAVAILABLE),
     ((DeviceLost,), FailureClass.DEVICE_FAULT),
     ((PoisonJob,), FailureClass.CRASH),

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from qworker.engine.base import Engine
-from qworker.errors import DeadlineExceeded, InferenceFailed, JobError
+from qworker.errors import DeadlineExceeded, JobError, OutOfMemory
 from qworker.policy.batching import Batching, Piece, Rules, Trip, Wait
 from qworker.policy.deadline import Estimate, hopeless
 from qworker.store.card import Card
@@ -356,8 +356,8 @@ class Batcher:
         ]
         try:
             outputs = self._engine.run(stack(axes, inputs), wanted)
-        except MemoryError as exc:  # of our own stacking; the engine turns its own into InferenceFailed
-            raise InferenceFailed("no memory to run these jobs together: send less at once") from exc
+        except MemoryError as exc:  # of our own stacking; the engine turns its own into OutOfMemory
+            raise OutOfMemory("no memory to run these jobs together: send less at once") from exc
         return split(axes, outputs, [piece.rows for _, piece in members])
 
 

@@ -18,7 +18,7 @@ from uuid import uuid4
 from msgspec.structs import replace
 
 from qworker.broker.base import Delivery, Session
-from qworker.errors import BrokerUnavailable, InvalidInput, JobError, Unroutable
+from qworker.errors import BrokerUnavailable, InvalidInput, JobError, OutOfMemory, Unroutable
 from qworker.store.card import Card
 from qworker.telemetry.measures import ModelMeasures
 from qworker.wire.codec import Blobs, decode_job, reply_kind
@@ -184,6 +184,7 @@ class _JobInHand:
     """One delivery, from its coming to its settling."""
 
     __slots__ = (
+        "_alone",  # it is on its second run, by itself
         "_deadline",  # unix seconds after which nobody wants the answer, or None
         "_delivery",
         "_job_id",
@@ -200,6 +201,7 @@ class _JobInHand:
     _started: float
 
     def __init__(self, server: Server, session: Session, delivery: Delivery) -> None:
+        self._alone = False
         self._server = server
         self._session = session
         self._delivery = delivery
@@ -382,6 +384,11 @@ class _JobInHand:
         try:
             try:
                 verdict: Result | JobError = self._result(*answer.result())
+            except OutOfMemory as error:
+                if not self._alone:
+                    self._server.spawn(self._again_alone())
+                    return
+                verdict = error
             except JobError as error:
                 verdict = error
             apart = self._server.settler.apart
@@ -391,6 +398,16 @@ class _JobInHand:
                 self._end(verdict)
         except BaseException as bug:  # noqa: BLE001  # not swallowed
             self._server.crash(bug)
+
+    async def _again_alone(self) -> None:
+        """There was no memory for it, not even in a run of its own: once more, when nothing else of the model runs."""
+        ward, self._alone = self._server.ward, True
+        ward.hold()
+        async with ward.turn():
+            await ward.all_settled()
+            ward.begin()
+            self.begin()
+            await ward.all_settled()
 
     def _result(self, outputs: list[Tensor], run_seconds: float) -> Result:
         serving = self._serving

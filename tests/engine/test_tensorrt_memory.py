@@ -15,7 +15,7 @@ import pytest
 from qworker.engine.tensorrt.backend import Options, TensorRtBackend
 from qworker.engine.tensorrt.engine import TensorRtEngine
 from qworker.engine.tensorrt.ledger import TOLERANCE
-from qworker.errors import DeviceMemoryFull, LoadFailed, ModelUnavailable
+from qworker.errors import DeviceMemoryFull, LoadFailed, OutOfMemory
 from tests.contract.engines import tensorrt_backend
 from tests.engine.conftest import ARENA, MIB, Make, load, numbers, plan, source, total, unload
 from tests.support.fakegpu import OUT_OF_MEMORY, FakeGpu
@@ -149,7 +149,7 @@ def test_a_run_without_memory_fails_alone(make: Make, gpu: FakeGpu) -> None:
     backend = make(arena=0, lanes=1)
     loaded, other = backend.load(source(plan(scratch=8 * MIB))), load(backend)
     gpu.fail("cuMemAllocFromPoolAsync", OUT_OF_MEMORY)
-    with pytest.raises(ModelUnavailable, match="memory") as caught:
+    with pytest.raises(OutOfMemory, match="memory") as caught:
         loaded.run(numbers(1))
     assert caught.value.retryable
     assert total(other, 1) == 2

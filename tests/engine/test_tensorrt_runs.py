@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from qworker.engine.tensorrt import graphs
 from qworker.engine.tensorrt.backend import TensorRtBackend
 from qworker.engine.tensorrt.poison import PoisonBook, fingerprint
-from qworker.errors import DeviceLost, InferenceFailed, InvalidInput, ModelUnavailable
+from qworker.errors import DeviceLost, InferenceFailed, InvalidInput, OutOfMemory
 from qworker.wire.datatypes import tensor
 from tests.engine.conftest import MIB, Make, load, numbers, plan, source, total, unload
 from tests.support import models
@@ -81,7 +81,7 @@ def test_no_memory_for_such_an_output(backend: TensorRtBackend, gpu: FakeGpu) ->
     """The run fails alone, as one that may be tried again."""
     loaded = load(backend, plan(nonzero(), open_outputs=["places"]))
     gpu.fail("cuMemAllocFromPoolAsync", OUT_OF_MEMORY)
-    with pytest.raises(ModelUnavailable, match="memory"):
+    with pytest.raises(OutOfMemory, match="memory"):
         loaded.run([tensor("x", np.ones(3, np.float32))])
     (answer,) = loaded.run([tensor("x", np.ones(3, np.float32))])
     assert answer.array.shape == (1, 3)

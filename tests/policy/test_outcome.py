@@ -99,6 +99,7 @@ def test_each_class_has_a_budget_of_its_own() -> None:
         (errors.DeadlineExceeded, FailureClass.TIME_OUT),
         (errors.DeviceMemoryFull, FailureClass.OUT_OF_MEMORY),
         (MemoryError(), FailureClass.OUT_OF_MEMORY),
+        (errors.OutOfMemory, FailureClass.OUT_OF_MEMORY),
         (errors.DeviceLost("gone"), FailureClass.DEVICE_FAULT),
         (errors.PoisonJob, FailureClass.CRASH),
         (errors.PublishFailed, FailureClass.UNSENT),

@@ -20,7 +20,7 @@ from qworker.engine.tensorrt.library import Library
 from qworker.engine.tensorrt.pinned import PinnedPool
 from qworker.engine.tensorrt.plan import ports_of, sizes_of, value_ranges
 from qworker.engine.tensorrt.poison import PoisonBook
-from qworker.errors import DeviceLost, DeviceMemoryFull, InferenceFailed, InvalidInput, ModelUnavailable
+from qworker.errors import DeviceLost, DeviceMemoryFull, InferenceFailed, InvalidInput, OutOfMemory
 from qworker.wire.datatypes import dtype_of
 from qworker.wire.messages import Tensor
 from qworker.wire.signature import Signature, check_outputs
@@ -124,7 +124,7 @@ class TensorRtEngine:
     def run(self, inputs: Sequence[Tensor], outputs: Sequence[str] = ()) -> list[Tensor]:
         """Run once; the named outputs, or all, in the model's order.
 
-        Raises InvalidInput, InferenceFailed, ModelUnavailable (no memory for it now), DeviceLost.
+        Raises InvalidInput, InferenceFailed, OutOfMemory (no memory for it now), DeviceLost.
         """
         with self._running():
             if outputs:
@@ -140,7 +140,7 @@ class TensorRtEngine:
             try:
                 arrays = self._execute(number, feeds, outputs)
             except DeviceMemoryFull as exc:
-                raise ModelUnavailable(f"{self.model} did not run for want of device memory: {exc}") from exc
+                raise OutOfMemory(f"{self.model} did not run for want of device memory: {exc}") from exc
             except DeviceLost as lost:
                 mark = self._shop.poison.add(self.model, inputs, str(lost))
                 log.critical("device.lost", model=self.model, fingerprint=mark, reason=str(lost))
