@@ -287,16 +287,22 @@ class Residency:
     def _settle(self, now: float) -> Decision:
         if not self._line:
             return _NOTHING
-        admit = self._admissible()
+        admit = self._admit(now)
+        if not self._line or (head := self._head()) is None:
+            return Decision(admit)
+        evict = tuple(self._evict(model, head, now) for model in self._victims(now))
+        if evict:  # the head is covered now, so that somebody may pass
+            admit += self._admit(now)
+        return Decision(admit, evict)
+
+    def _admit(self, now: float) -> tuple[str, ...]:
+        admit = tuple(self._admissible())
         for model in admit:
             entry = self._entries[model]
             entry.state, entry.since = State.LOADING, now
             self._line.remove(model)
             self._book(entry.nbytes)
-        if not self._line or (head := self._head()) is None:
-            return Decision(tuple(admit))
-        evict = tuple(self._evict(model, head, now) for model in self._victims(now))
-        return Decision(tuple(admit), evict)
+        return admit
 
     def _admissible(self) -> list[str]:
         """Who may come in now: from the front while they fit, then who passes without harm to the head."""

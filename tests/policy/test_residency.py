@@ -30,8 +30,9 @@ Place = Literal["waiting", "loading", "hot", "draining"]
 class Tenant:
     """What the shell knows of one model, by its own bookkeeping."""
 
-    def __init__(self, nbytes: int, now: float) -> None:
+    def __init__(self, nbytes: int, now: float, urgency: int = 0) -> None:
         self.nbytes = nbytes
+        self.urgency = urgency
         self.place: Place = "waiting"
         self.since = now
         self.in_hand = 0
@@ -128,24 +129,36 @@ class ResidencyMachine(RuleBasedStateMachine):
         if head is None or head not in line:
             return
         came = list(self.tenants)  # in the order of the line
-        if any(came.index(model) > came.index(head) for model in decision.admit):
-            told = {eviction.model for eviction in decision.evict}
-            coming = sum(self.tenants[m].nbytes for m in self.at("draining") if m not in told)
-            assert BUDGET - self.held() + coming >= self.tenants[head].nbytes, f"{head} was passed, and waits longer"
+        passed = sum(self.tenants[m].nbytes for m in decision.admit if came.index(m) > came.index(head))
+        if passed:
+            coming = sum(self.tenants[m].nbytes for m in self.at("draining"))
+            spare = BUDGET - self.held() + coming - self.tenants[head].nbytes
+            assert spare >= 0, f"{head} was passed, and waits longer"
+            for victim in (eviction.model for eviction in decision.evict):
+                assert spare + passed < self.tenants[victim].nbytes, f"{victim} went for one that passed"
 
     # --- events -----------------------------------------------------------------------------------
 
-    @rule(model=MODELS, nbytes=SIZES)
-    def want(self, model: str, nbytes: int) -> None:
+    @rule(model=MODELS, nbytes=SIZES, urgency=st.sampled_from([0, 0, -1, 1, 9]))
+    def want(self, model: str, nbytes: int, urgency: int) -> None:
         if model in self.tenants:
             with pytest.raises(ValueError, match=self.tenants[model].place):
                 self.residency.want(model, nbytes, self.now)
             return
-        decision = self.residency.want(model, nbytes, self.now)
+        decision = self.residency.want(model, nbytes, self.now, urgency=urgency)
         assert (model in decision.refuse) is (nbytes > BUDGET)
         if nbytes <= BUDGET:
-            self.tenants[model] = Tenant(nbytes, self.now)
+            self.stand_in_line(model, Tenant(nbytes, self.now, urgency))
         self.obey(decision)
+
+    def stand_in_line(self, model: str, new: Tenant) -> None:
+        """``tenants`` is in the order of the line: right behind the last one that may not be passed."""
+        line = [m for m, t in self.tenants.items() if t.place == "waiting"]
+        stays = [t.urgency >= new.urgency or self.now >= t.since + PATIENCE for t in map(self.tenants.get, line) if t]
+        at = max((place + 1 for place, fixed in enumerate(stays) if fixed), default=0)
+        others = [m for m in self.tenants if m not in line]
+        self.tenants[model] = new
+        self.tenants = {m: self.tenants[m] for m in (*others, *line[:at], model, *line[at:])}
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 5.0, 12.0, 31.0]))
     def time_passes(self, seconds: float) -> None:
@@ -409,12 +422,38 @@ def test_a_small_request_passes_only_on_what_the_head_does_not_need() -> None:
     assert residency.gone("a", 11.0).admit == ("head",)
 
 
+def test_the_more_urgent_comes_first_but_never_before_one_that_is_overdue() -> None:
+    """Among equals first come, first served; who has waited for his time is passed by nobody."""
+    residency = lru(("a", 100))
+    residency.started("a")
+    for model, urgency in (("b", 0), ("c", 0), ("d", 5), ("e", 5), ("f", -1)):
+        residency.want(model, 100, 1.0, urgency=urgency)
+    assert [model for model, _, _ in residency.blocked(1.0)] == ["d", "e", "b", "c", "f"]
+    residency.want("g", 100, 1.0 + PATIENCE, urgency=9)
+    assert [model for model, _, _ in residency.blocked(1.0 + PATIENCE)] == ["d", "e", "b", "c", "f", "g"]
+    residency.finished("a", 40.0)
+    residency.tick(40.0)
+    assert residency.gone("a", 40.0).admit == ("d",)
+
+
 def test_nobody_passes_a_head_that_is_not_covered() -> None:
     """The head waits for a busy model: what is free is the head's, however long that takes."""
     residency = lru(("a", 60), ("b", 10))
     residency.started("a")
     assert residency.want("head", 60, 10.0) == Decision()
     assert residency.want("small", 1, 10.0) == Decision()
+
+
+def test_who_may_pass_once_victims_are_told_passes_at_once() -> None:
+    """The same decision that covers the head lets in who does not harm it: nothing is left for a second look."""
+    residency = lru(("a", 49))
+    residency.started("a")
+    residency.want("c", 52, 10.0)
+    residency.want("b", 5, 10.0)
+    residency.finished("a", 15.0)
+    decision = residency.tick(15.0)
+    assert (victims(decision), decision.admit) == ([("a", False)], ("b",))
+    assert residency.next_tick(15.0) != 15.0
 
 
 def test_a_request_shut_out_by_pins_holds_back_nobody() -> None:
