@@ -110,6 +110,7 @@ def settings_from(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) 
     return load_settings()
 
 
+@pytest.mark.broker
 def test_the_users_of_the_broker_can_be_made_and_let_in(tmp_path: Path) -> None:
     """A real broker loads the definitions; the worker's user gets in with its password, and not with another."""
     import pika

@@ -7,7 +7,7 @@ Models beyond the busiest are added up as ``other``, and no count is ever taken 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -41,6 +41,10 @@ class TopModels:
 
     def label(self, model: str) -> str:
         return model if model in self._shown else OTHER
+
+    def most_of(self, values: Mapping[str, int]) -> frozenset[str]:
+        """The models with the largest values, as many as may be named. For gauges: nothing has to be kept of them."""
+        return frozenset(sorted(values, key=lambda model: (-values[model], model))[: self._most])
 
     def take(self, models: Mapping[str, ModelMeasures], now: float) -> None:
         """Add what is new since the last time."""
@@ -189,7 +193,7 @@ class Exposition:
         ready = {model: sum(jobs for jobs, _ in lanes) for model, lanes in measures.depths.items()}
         consumers = {model: sum(count for _, count in lanes) for model, lanes in measures.depths.items()}
         unserved = [sum(jobs for jobs, count in lanes if not count) for lanes in measures.depths.values()]
-        swept = measures.sweeping
+        swept, longest = measures.sweeping, self._top.most_of(ready)
         return {
             "claims": _by(Counter(cast("dict[str, str]", state["claims"]).values())),
             "leases_total": _by(measures.leases),
@@ -201,8 +205,8 @@ class Exposition:
             "sweeper_elected": int(swept),
             "sweeps_total": measures.sweeps,
             "sweep_seconds_total": measures.sweep_seconds,
-            "queue_ready_jobs": self._by_model(ready.items()),
-            "queue_consumers": self._by_model(consumers.items()),
+            "queue_ready_jobs": self._by_model(ready.items(), longest),
+            "queue_consumers": self._by_model(consumers.items(), longest),
             "unserved_models": [((), sum(1 for jobs in unserved if jobs))] if swept else [],
             "unserved_jobs": [((), sum(unserved))] if swept else [],
         }
@@ -229,10 +233,12 @@ class Exposition:
             "event_loop_lag_seconds": self._measures.loop_lag.copy(),
         }
 
-    def _by_model(self, values: Iterable[tuple[str, int]]) -> list[Sample]:
+    def _by_model(self, values: Iterable[tuple[str, int]], shown: Container[str] | None = None) -> list[Sample]:
+        """Those of ``shown`` (or with a label of their own) by name, the others added up."""
         sums: Counter[str] = Counter()
         for model, value in values:
-            sums[self._top.label(model)] += value
+            named = model if shown is not None and model in shown else OTHER
+            sums[self._top.label(model) if shown is None else named] += value
         return _by(sums)
 
 

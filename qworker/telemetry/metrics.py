@@ -123,12 +123,12 @@ CLAIMS: Final = (
     _counter("sweep_seconds", "Seconds that those sweeps took."),
     _gauge(
         "queue_ready_jobs",
-        "Ready jobs in both lanes, by model, as the sweeper saw them last. On the sweeper only.",
+        "Ready jobs in both lanes, as the sweeper saw them last; the longest queues by model. On the sweeper only.",
         "model",
     ),
     _gauge(
         "queue_consumers",
-        "Consumers of both lanes, by model, as the sweeper saw them last. On the sweeper only.",
+        "Consumers of both lanes of the same models, as the sweeper saw them last. On the sweeper only.",
         "model",
     ),
     _gauge("unserved_models", "Models with ready jobs and no consumer, as the sweeper saw last. On the sweeper only."),

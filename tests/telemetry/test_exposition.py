@@ -140,7 +140,17 @@ def test_only_the_sweeper_tells_what_nobody_serves() -> None:
     found = page(counters, state_of(counters))
     assert found["qworker_unserved_models"] == {(): 1}
     assert found["qworker_unserved_jobs"] == {(): 5}
-    assert found["qworker_queue_ready_jobs"] == {(OTHER,): 14}, "they have no label of their own without a job here"
+    assert found["qworker_queue_ready_jobs"] == {("a",): 7, ("b",): 7, ("c",): 0}
+
+
+def test_the_longest_queues_are_named_whoever_serves_them() -> None:
+    """The sweeper need not have run a job of theirs: the rules join its depths with the run times of other workers."""
+    counters = Counters()
+    counters.measures.sweeping = True
+    counters.measures.depths = {f"m{k}": [(k, 1), (0, 1)] for k in range(6)}
+    found = page(counters, state_of(counters), most_models=2)
+    assert found["qworker_queue_ready_jobs"] == {("m5",): 5, ("m4",): 4, (OTHER,): 6}
+    assert found["qworker_queue_consumers"] == {("m5",): 2, ("m4",): 2, (OTHER,): 8}
 
 
 def test_gauges_of_models_without_a_label_are_added_up() -> None:
