@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -117,16 +118,22 @@ def show_model(
     model: Model,
     version: Annotated[str | None, typer.Option("--version", help="The default one when left out.")] = None,
     store: Store = None,
+    broker: Annotated[
+        str | None, typer.Option(help="Also ask there whether its loads have ended workers [QWORKER_BROKER]")
+    ] = None,
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
     """Show one model's card: what it takes and gives, and what was measured."""
-    local = _store(store, config)
+    settings = _or_fail(lambda: load_settings({"store": store, "broker": broker}, config))
+    local = LocalStore(settings.store)
     card = _or_fail(lambda: local.card(model, version))
     versions = _or_fail(lambda: local.versions(model))
+    kept_back = _quarantine(settings, card)
     if as_json:
         found = [build.as_json() for build in Builds(local).of(card)]
-        _print_json({**card.model_dump(mode="json"), "versions": versions, "builds": found})
+        told = {} if kept_back is None else {"quarantine": kept_back}
+        _print_json({**card.model_dump(mode="json"), "versions": versions, "builds": found, **told})
         return
     table = Table(show_header=False, box=None)
     for name, value in (
@@ -145,6 +152,8 @@ def show_model(
         ("measured by", f"{card.runtime}, {card.created:%Y-%m-%d %H:%M:%S %Z}"),
     ):
         table.add_row(f"[bold]{name}[/bold]", _plain(value))
+    if kept_back is not None:
+        table.add_row("[bold]quarantine[/bold]", _plain(kept_back or "none"))
     _console().print(table)
 
 
@@ -170,6 +179,23 @@ def remove_model(
 
 def _store(store: str | None, config: Path | None) -> LocalStore:
     return LocalStore(_or_fail(lambda: load_settings({"store": store}, config)).store)
+
+
+def _quarantine(settings: Settings, card: Card) -> str | None:
+    """Why workers do not load it now, "" where they may; None where no broker was named."""
+    if "broker" not in settings.sources:
+        return None
+    from qworker.api import connector_for  # here: only this needs the AMQP library
+    from qworker.worker.load_guard import held, load_mark
+    from qworker.worker.strikes import StrikeBook
+
+    async def ask() -> str:
+        async with await connector_for(settings, "qworker-models").connect() as session:
+            record = await StrikeBook("qworker models").read(session, load_mark(card))
+        found = held(card, record.strikes.begun, record.worker, record.at, time.time())
+        return "" if found is None else found.reason
+
+    return _or_fail(lambda: asyncio.run(ask()))
 
 
 def _declare(settings: Settings, cards: Sequence[Card]) -> bool:

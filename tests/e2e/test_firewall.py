@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+import typer
 from numpy.typing import NDArray
+from typer.testing import CliRunner
 
+from qworker.cli import models
 from qworker.wire.topology import DEAD
 from tests.e2e.caller import Caller, Reply
 from tests.e2e.fleet import Fleet
@@ -46,6 +51,7 @@ def answers(
         caller.listen(0.05)
         for worker in [each for each in fleet.workers if not each.alive]:
             seen += 1
+            assert worker.process.returncode == -signal.SIGKILL, f"it ended by itself:\n{worker.text()[-2000:]}"
             assert seen <= deaths[1], f"{seen} workers died, and {len(missing)} jobs have no answer"
             fleet.workers.remove(worker)
             fleet.start(1, wait=False, **settings)
@@ -53,6 +59,15 @@ def answers(
     for worker in fleet.workers:
         worker.wait_ready()
     return caller.wait(ids)
+
+
+def shown(fleet: Fleet, model: str) -> dict[str, Any]:
+    """``qworker models show``."""
+    app = typer.Typer()
+    models.register(app)
+    app.command("x")(lambda: None)
+    wanted = ["models", "show", model, "--store", str(fleet.store), "--broker", fleet.url, "--json"]
+    return json.loads(CliRunner().invoke(app, wanted).stdout)
 
 
 def test_job_that_ends_its_workers(fleet: Fleet, caller: Caller, queue_type: str) -> None:
@@ -119,6 +134,8 @@ def test_model_that_ends_its_workers_when_it_loads(fleet: Fleet, caller: Caller,
     (held,) = [entry for worker in fleet.live() for entry in worker.state()["quarantined"]]
     assert held["model"] == "deadly"
     assert "out of memory" in held["reason"]
+    assert "ended 2 workers" in shown(fleet, "deadly")["quarantine"]
+    assert shown(fleet, "echo")["quarantine"] == ""
     fleet.finish(errors_allowed={"model.refused"})
     fleet.workers.clear()
     fleet.start(1)
