@@ -76,6 +76,9 @@ class Faults:
     def _kill(self, fault: Planned) -> str:
         return self._stage.kill(fault.draws[0])
 
+    def _kill_serving(self, fault: Planned) -> str:
+        return self._stage.kill(fault.draws[0], serving=True)
+
     def _terminate(self, fault: Planned) -> str:
         return self._stage.terminate(fault.draws[0])
 

@@ -32,7 +32,7 @@ def text(figures: Figures, wanted: Wanted) -> str:
         ("consumers of cold models", figures.consumers_of_cold_models),
         ("bytes in ledgers after the stop", figures.ledger_bytes_after),
         ("most that a worker grew by", f"{figures.rss_growth_bytes / 2**20:.1f} MiB"),
-        ("loads, evictions (forced)", f"{figures.loads}, {figures.evictions} ({figures.forced})"),
+        ("loads, unloads, told to leave", f"{figures.loads}, {figures.unloads}, {figures.told_to_leave}"),
         ("worker processes", figures.more.get("workers")),
     ]
     skipped = "".join(f" Skipped: {kind} ({why})." for kind, why in figures.skipped.items())

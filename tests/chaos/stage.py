@@ -21,6 +21,7 @@ from tests.chaos import models
 from tests.chaos.shim import Shim, make_shim
 from tests.e2e.fleet import Fleet, WorkerProcess
 from tests.support.rabbitmq import rabbitmq_root
+from tests.support.waiting import wait_until_sync
 
 SAMPLE_SECONDS = 1.0
 LEAVE_SECONDS = 60.0
@@ -107,7 +108,7 @@ class Stage:
 
     def start(self, count: int, **settings: object) -> None:
         """Start ``count`` workers, and from now on another one whenever one is gone."""
-        self._settings = {"data_plane": self.plane, **settings}
+        self._settings = {"data_plane": self.plane, "memory": models.BUDGET, **settings}
         self._wanted = count
         for _ in range(count):
             self._one_more()
@@ -115,10 +116,12 @@ class Stage:
             life.worker.wait_ready(90)
         self._watch.start()
 
-    def kill(self, draw: float) -> str:
-        """SIGKILL one of those that run, and start another."""
+    def kill(self, draw: float, *, serving: bool = False) -> str:
+        """SIGKILL one of those that run (or, asked to, of those that have a model hot), and start another."""
+        if serving:
+            wait_until_sync(self.serving, 60, what="a worker serves")
         with self._lock:
-            life = self.pick(draw)
+            life = self._one_of(self.serving() if serving else [], draw)
             life.ended_by_us = True
             life.worker.kill()
             self._one_more()
@@ -146,8 +149,24 @@ class Stage:
         return sum(drained)
 
     def pick(self, draw: float) -> Life:
-        live = [life for life in self.lives if life.worker.alive and not life.ended_by_us]
-        return live[min(len(live) - 1, int(draw * len(live)))]
+        """One of those that run."""
+        return self._one_of([], draw)
+
+    def serving(self) -> list[Life]:
+        """Workers with a model that is hot, or being loaded."""
+        found: list[Life] = []
+        for life in self._standing():
+            with suppress(OSError, ValueError):
+                if _listens(life.worker) and life.worker.state()["models"]:
+                    found.append(life)
+        return found
+
+    def _one_of(self, lives: list[Life], draw: float) -> Life:
+        lives = lives or self._standing()
+        return lives[min(len(lives) - 1, int(draw * len(lives)))]
+
+    def _standing(self) -> list[Life]:
+        return [life for life in self.lives if life.worker.alive and not life.ended_by_us]
 
     def live(self) -> list[WorkerProcess]:
         return [life.worker for life in self.lives if life.worker.alive]
@@ -196,7 +215,7 @@ class Stage:
 
     def _one_more(self) -> None:
         before = len(self.fleet.workers)
-        self.fleet.start(1, wait=False, memory=str(models.BUDGET), **self._settings)
+        self.fleet.start(1, wait=False, **self._settings)
         self.lives += [Life(worker, time.monotonic()) for worker in self.fleet.workers[before:]]
 
     def _keep_watch(self) -> None:

@@ -37,8 +37,8 @@ class Figures:
     ledger_bytes_after: int
     rss_growth_bytes: int
     loads: int
-    evictions: int
-    forced: int
+    unloads: int
+    told_to_leave: int
     complaints: list[str] = field(default_factory=list[str])
     more: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -63,7 +63,7 @@ class Figures:
                 "seconds": round(self.seconds, 1),
                 "wrong": self.tally.wrong,
                 "raw_doubles": self.raw_doubles,
-                "evictions": self.evictions,
+                "unloads": self.unloads,
                 "rss_growth_bytes": self.rss_growth_bytes,
                 "complaints": len(self.complaints),
             }
@@ -176,8 +176,8 @@ def conclude(
         ledger_bytes_after=held,
         rss_growth_bytes=growth,
         loads=stage.count_events("model.loaded"),
-        evictions=stage.count_events("model.evicted"),
-        forced=stage.count_events("model.evicted", forced=True),
+        unloads=stage.count_events("model.unloaded"),
+        told_to_leave=stage.count_events("model.evicted"),
         complaints=complaints,
         more={"workers": len(stage.lives), "states": states, "broker": version, "hints": _hints(stage)},
     )
