@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qworker.errors import BrokerUnavailable
-from qworker.wire.topology import ACTIVATION, FALLEN, UNROUTABLE, lane_queue
+from qworker.wire.topology import ACTIVATION, EXPIRED, UNROUTABLE, lane_queue
 from tests.chaos.book import Book, Tally
 from tests.chaos.stage import Stage
 from tests.chaos.traffic import collect_dead_letters
@@ -122,7 +122,7 @@ def left_in_queues(stage: Stage) -> dict[str, tuple[int, int]]:
 
     def look() -> dict[str, Any]:
         return {
-            name: found for name, found in queue_depths(stage.url, [*queues, UNROUTABLE, FALLEN]).items() if any(found)
+            name: found for name, found in queue_depths(stage.url, [*queues, UNROUTABLE, EXPIRED]).items() if any(found)
         }
 
     return _until_nothing(look)
