@@ -114,6 +114,10 @@ class Batcher:
         self._turn = threading.Lock()
         """Held to set ``begun`` or ``dropped``: a job that was answered for good is never run after that."""
         self._expiry: asyncio.TimerHandle | None = None
+        self._widest = 1
+        """Runs that the largest job took."""
+        self._longest = max((run.seconds for run in card.run_times), default=0.001)
+        """Seconds of the longest run, of late."""
         self._looking = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -197,8 +201,12 @@ class Batcher:
 
     def _check_time(self, deadline: float, key: Hashable, rows: int, loop_now: float) -> None:
         """Raises DeadlineExceeded for a job that cannot be done in time."""
+        left, most = deadline - time.time(), self._rules.max_rows
+        if rows > most * self._widest:
+            self._widest = -(-rows // most)
+        if left > (len(self._entries) + 1) * self._widest * self._longest:
+            return  # nearly always: even one run after the other leaves it time
         queue, run = self._table.expected(key, rows, loop_now)
-        left = deadline - time.time()
         if queue + run > left and (why := hopeless(left, Estimate(queue, run))) is not None:
             raise DeadlineExceeded(why)
 
@@ -265,6 +273,7 @@ class Batcher:
             self._table.arrived(asyncio.get_running_loop().time())
             for key, rows, seconds in report.runs:
                 self._table.ran(key, rows, seconds)
+                self._longest = max(seconds, self._longest * 0.99)
                 if self._together:
                     self._counters.measures.rows.observe(rows)
                     self._counters.measures.fill.observe(rows / self._rules.max_rows)
