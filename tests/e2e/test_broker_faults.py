@@ -15,7 +15,7 @@ import pytest
 from pika.exceptions import AMQPError
 
 from qworker.broker.node import PrivateNode
-from qworker.wire.topology import lane_queue
+from qworker.wire.topology import Queue, lane_queue, lane_topology
 from tests.e2e.caller import Caller
 from tests.e2e.fleet import Fleet, WorkerProcess
 from tests.e2e.models import answer_of, copy_store, inputs_of
@@ -189,14 +189,15 @@ def test_no_permission(fleet: Fleet) -> None:
 def test_queue_with_other_arguments(fleet: Fleet) -> None:
     """A model's queue that somebody declared differently: one error that names the queue and both values."""
     connection = pika.BlockingConnection(pika.URLParameters(fleet.url))
-    arguments = {"x-queue-type": "quorum", "x-dead-letter-exchange": "qworker.dead", "x-delivery-limit": 7}
+    (ours,) = (each for each in lane_topology("jobs", "echo", "quorum") if isinstance(each, Queue))
+    arguments = {**ours.arguments, "x-delivery-limit": 7}
     connection.channel().queue_declare(lane_queue("jobs", "echo"), durable=True, arguments=arguments)
     connection.close()
     fleet.start(1, wait=False)
     said = last_line(fleet.workers[0])
     assert lane_queue("jobs", "echo") in said
-    assert "7" in said
-    assert "20" in said
+    assert "x-delivery-limit = 7" in said
+    assert str(ours.arguments["x-delivery-limit"]) in said
 
 
 def test_store_that_is_not_there_yet(fleet: Fleet, caller_before: Caller) -> None:
