@@ -127,6 +127,7 @@ class Exposition:
             "redeliveries_total": counters["redeliveries"],
             "model_jobs_total": [((model,), float(each.jobs)) for model, each in sums.items()],
             "jobs_in_hand": in_hand,
+            "backlog_seconds": self._backlog(state),
             "job_queue_wait_seconds": [((model,), each.queue.copy()) for model, each in sums.items()],
             "job_batch_wait_seconds": wait,
             "job_run_seconds": [((model,), each.run.copy()) for model, each in sums.items()],
@@ -232,6 +233,17 @@ class Exposition:
             "event_loop_stalls_total": state["loop"]["stalls"],
             "event_loop_lag_seconds": self._measures.loop_lag.copy(),
         }
+
+    def _backlog(self, state: Mapping[str, Any]) -> list[Sample]:
+        sums: dict[str, float] = {}
+        for row in state["models"]:
+            measured = self._measures.models.get(row["model"])
+            if row["state"] != "hot" or measured is None or not measured.jobs:
+                continue
+            jobs = row["in_hand"] + sum(ready for ready, _ in self._measures.depths.get(row["model"], ()))
+            label = self._top.label(row["model"])
+            sums[label] = sums.get(label, 0.0) + jobs * measured.run.sum / measured.jobs
+        return [((label,), seconds) for label, seconds in sums.items()]
 
     def _by_model(self, values: Iterable[tuple[str, int]], shown: Container[str] | None = None) -> list[Sample]:
         """Those of ``shown`` (or with a label of their own) by name, the others added up."""

@@ -43,6 +43,12 @@ JOBS: Final = (
     _counter("redeliveries", "Jobs that came after an earlier delivery of them had no outcome."),
     _counter("model_jobs", "Jobs that ran, by model.", "model"),
     _gauge("jobs_in_hand", "Deliveries that are not settled yet, by model.", "model"),
+    _gauge(
+        "backlog_seconds",
+        "Seconds of work that wait for hot models, as far as this worker sees: jobs in hand (on the sweeper, ready ones "
+        "too) times the mean run here. The rules add up the fleet's.",
+        "model",
+    ),
     _histogram("job_queue_wait_seconds", "From the publish of a job to its delivery here, by model.", "model"),
     _histogram("job_batch_wait_seconds", "From the decoded job to the start of its run: for others, or for a lane."),
     _histogram("job_run_seconds", "Runs of the engine that a job was part of, by model.", "model"),

@@ -143,6 +143,18 @@ def test_only_the_sweeper_tells_what_nobody_serves() -> None:
     assert found["qworker_queue_ready_jobs"] == {("a",): 7, ("b",): 7, ("c",): 0}
 
 
+def test_backlog_is_told_in_seconds_of_hot_models() -> None:
+    """Jobs in hand and ready ones, times the mean run; who has not run yet, or is not hot, is not told."""
+    counters = Counters()
+    for run in (0.5, 1.5):
+        counters.measures.of("a").job(0.0, 0.0, run, cold=False)
+    counters.measures.of("leaving").job(0.0, 0.0, 9.0, cold=False)
+    counters.measures.sweeping = True
+    counters.measures.depths = {"a": [(5, 1), (1, 1)], "new": [(7, 1)]}
+    rows = row("a", in_hand=2), row("leaving", "draining", in_hand=3), row("new", in_hand=1)
+    assert page(counters, state_of(counters, *rows))["qworker_backlog_seconds"] == {("a",): 8.0}
+
+
 def test_the_longest_queues_are_named_whoever_serves_them() -> None:
     """The sweeper need not have run a job of theirs: the rules join its depths with the run times of other workers."""
     counters = Counters()
