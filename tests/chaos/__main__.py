@@ -27,7 +27,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=16, metavar="N", help="jobs that a publisher has open")
     parser.add_argument("--json", action="store_true", help="make the last line of the output one JSON object")
     parser.add_argument("--report", action="store_true", help="add the figures to ops/reports/chaos-<date>.md")
-    parser.add_argument("--keep", action="store_true", help="leave the logs of a run that is not good, and say where")
+    parser.add_argument("--keep", action="store_true", help="leave the logs of the workers, and say where")
     parser.add_argument("--own-mounts", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

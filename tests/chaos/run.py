@@ -75,7 +75,7 @@ async def run(wanted: Wanted, told: Tell) -> Figures:
         await asyncio.to_thread(declare_queues, stage.url)
         told(f"{wanted.scenario}: seed {wanted.seed}, {len(stage.lives)} workers, plane {wanted.plane}")
         figures = await _under_traffic(wanted, stage, act, demand(), told, started)
-        if wanted.keep and not figures.good:
+        if wanted.keep:
             kept = shutil.copytree(folder / "workers", f"{folder}-logs")
             told(f"the workers' logs are in {kept}")
         return figures

@@ -153,11 +153,11 @@ class Stage:
         return self._one_of([], draw)
 
     def serving(self) -> list[Life]:
-        """Workers with a model that is hot, or being loaded."""
+        """Workers with a model that is hot."""
         found: list[Life] = []
         for life in self._standing():
             with suppress(OSError, ValueError):
-                if _listens(life.worker) and life.worker.state()["models"]:
+                if _listens(life.worker) and any(row["state"] == "hot" for row in life.worker.state()["models"]):
                     found.append(life)
         return found
 

@@ -19,6 +19,8 @@ OUTCOME_SECONDS = 120.0
 """Without one more outcome in so long, what still waits is lost."""
 REST_SECONDS = 30.0
 MOST_GROWTH = 64 << 20
+UNHARMED = frozenset({"evictions", "restarts", "malformed", "cycles"})
+"""Scenarios in which a good job without a deadline has no reason to fail."""
 
 
 @dataclass(slots=True)
@@ -161,6 +163,8 @@ def conclude(
     if tally.wrong:
         wrong = [(job, e.model, e.k, e.kind, e.answers) for job, e in book.entries.items() if e.wrong]
         complaints.append(f"{tally.wrong} answers are wrong: {wrong[:10]}")
+    if tally.good_failed and scenario in UNHARMED:
+        complaints.append(f"good jobs failed though nothing was wrong with them: {dict(tally.good_failed)}")
     if not tally.balanced:
         complaints.append(f"the ledger of jobs does not add up: {tally}")
     if growth > MOST_GROWTH:
