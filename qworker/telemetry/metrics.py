@@ -45,8 +45,8 @@ JOBS: Final = (
     _gauge("jobs_in_hand", "Deliveries that are not settled yet, by model.", "model"),
     _gauge(
         "backlog_seconds",
-        "Seconds of work that wait for hot models, as far as this worker sees: jobs in hand (on the sweeper, ready ones "
-        "too) times the mean run here. The rules add up the fleet's.",
+        "Seconds of work that wait for hot models, as far as this worker sees: jobs in hand (on the sweeper, ready "
+        "ones too) times the mean run here. The rules add up the fleet's.",
         "model",
     ),
     _histogram("job_queue_wait_seconds", "From the publish of a job to its delivery here, by model.", "model"),
