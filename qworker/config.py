@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import tomllib
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -100,8 +101,15 @@ class Settings(BaseSettings):
     claim_timeout: Seconds = 120.0
     """How long a claim waits for bytes before it gives its lease back."""
     eviction: Literal["gdsf", "rate", "lru", "s3fifo"] = "gdsf"
+    history: Annotated[str, Field(min_length=1)] = "auto"
+    """File that keeps over restarts what was asked for and what loads cost, with a journal beside it; ``off``: none.
+    ``auto``: one for each name, store and broker, in the state folder of the service or the user."""
+    warm_start: Annotated[float, Field(ge=0, le=1)] = 0.8
+    """Part of the budget that a start fills with what the history says is dearest, in the background; 0: none."""
     pin: Annotated[tuple[str, ...], NoDecode] = ()
     """Models that are never evicted once loaded."""
+    pin_quota: Annotated[float, Field(ge=0, le=1)] = 0.8
+    """Share of the budget that pins by an operator's order may keep."""
     max_replicas: Annotated[int, Field(ge=1)] = 1
 
     # --- the GPU ---
@@ -131,6 +139,9 @@ class Settings(BaseSettings):
     """Threads that run engines."""
     intra_op_threads: Annotated[int, Field(ge=0)] = 1
     """Threads within one run of one engine; 0: as its card advises, where more were measured to be faster."""
+    batch_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Part of one thread's time for jobs of ``qworker.batch`` while online jobs never cease; in gaps they take all
+    threads."""
     max_queue_delay: SecondsOrZero = 0.002
     """How long a job may wait for others to share its run, where that is expected to pay."""
     max_attempts: Annotated[int, Field(ge=1, le=20)] = 5
@@ -181,6 +192,26 @@ class Settings(BaseSettings):
     def broker_url(self) -> str:
         """The broker's URL with its password, for the connector alone."""
         return self.broker.get_secret_value()
+
+    @property
+    def history_file(self) -> Path | None:
+        """Where the history is kept, or None."""
+        if self.history in ("off", "auto"):
+            return None if self.history == "off" else self._automatic_history()
+        return Path(self.history)
+
+    def _automatic_history(self) -> Path | None:
+        """A file of its own for each worker of this host: by its name, less the number of its process."""
+        folder = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]  # systemd's
+        if not folder:
+            home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+            folder = os.path.join(home, "qworker")
+        if not os.path.isabs(folder):
+            return None  # a process without a home
+        where = urlsplit(self.broker_url)
+        world = f"{os.path.abspath(self.store)} {where.hostname}:{where.port}{where.path}"
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", self.name.removesuffix(f"-{os.getpid()}"))
+        return Path(folder) / f"{name}-{zlib.crc32(world.encode()):08x}.json"
 
     @classmethod
     def settings_customise_sources(

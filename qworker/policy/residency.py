@@ -92,6 +92,7 @@ class _Entry:
     urgency: int = 0
     served: bool = False  # finished a job since it became hot
     forced: bool = False  # draining without a way back
+    spare: bool = False  # in bytes that nobody else wanted: it has no claim to stay
 
 
 _NOTHING = Decision()
@@ -107,9 +108,13 @@ class Residency:
         self._eviction = eviction
         self._min_residency = min_residency
         self._max_cold_wait = max_cold_wait
+        self.eviction = eviction
+        """What ranks the models; its history is the owner's to keep."""
         self._entries: dict[str, _Entry] = {}
         self._line: list[str] = []  # the waiting ones, first come first
         self._in_hand: dict[str, int] = {}  # apart from entries: jobs that are refused have none
+        self._offline: dict[str, int] = {}  # offline jobs in hand
+        self._used: dict[str, float] = {}  # when the last online job came
         self._pinned: set[str] = set()
         self._draining: dict[str, _Entry] = {}  # those of the entries
         self._held = 0
@@ -130,13 +135,19 @@ class Residency:
         if nbytes > self._budget:
             return Decision(refuse=(model,))
         self._entries[model] = _Entry(nbytes, State.WAITING, now, urgency)
-        at = len(self._line)
-        while (
-            at > 0 and self._entries[before := self._line[at - 1]].urgency < urgency and not self._overdue(before, now)
-        ):
-            at -= 1
-        self._line.insert(at, model)
+        self._stand_in_line(model, urgency, now)
         return self._settle(now)
+
+    def want_spare(self, model: str, nbytes: int, now: float) -> bool:
+        """Book ``nbytes`` for a model that nobody waits for, if they are free and nobody waits for any.
+
+        It can be told to leave as soon as it is loaded. ValueError as for ``want``.
+        """
+        if self._line or nbytes > self.free:
+            return False
+        self.want(model, nbytes, now)
+        self._entries[model].spare = True
+        return True
 
     def abandon(self, model: str, now: float) -> Decision:
         """A waiting model is not wanted any more. Who drains for it goes on draining."""
@@ -162,10 +173,13 @@ class Residency:
         entry = self._entry("loaded", model, State.LOADING)
         self._eviction.cost(model, load_seconds, entry.nbytes)
         self._enter_hot(entry, now)
+        if entry.spare:
+            entry.since, entry.served = now - self._min_residency, True
         return self._settle(now)
 
     def used(self, model: str, now: float) -> None:
-        """One request for ``model``, in any state."""
+        """One online request for ``model``, in any state."""
+        self._used[model] = now
         self._eviction.used(model, now)
 
     def started(self, model: str) -> None:
@@ -183,6 +197,26 @@ class Residency:
             del self._in_hand[model]
         if (entry := self._entries.get(model)) is not None and entry.state is State.HOT:
             entry.served = True
+
+    def offline_started(self, model: str) -> None:
+        """One more offline job of ``model`` is in hand: it keeps no online request waiting, but other offline ones."""
+        self._offline[model] = self._offline.get(model, 0) + 1
+
+    def offline_finished(self, model: str) -> None:
+        """One offline job of ``model`` is out of our hands."""
+        left = self._offline.pop(model) - 1
+        if left:
+            self._offline[model] = left
+
+    def hurry(self, model: str, now: float) -> Decision:
+        """Online jobs came for a model that waits for offline ones alone: from here on it is wanted like others."""
+        entry = self._entries.get(model)
+        if entry is None or entry.state is not State.WAITING or entry.urgency >= 0:
+            return _NOTHING
+        entry.urgency, entry.since = 0, now
+        self._line.remove(model)
+        self._stand_in_line(model, 0, now)
+        return self._settle(now)
 
     def revived(self, model: str, now: float) -> Decision:
         """A draining model found more jobs and stays. ValueError if it was forced: see ``may_revive``."""
@@ -242,7 +276,19 @@ class Residency:
         for model, entry in self._entries.items():
             if entry.state is State.HOT and model not in self._pinned:
                 times.append(entry.since + self._min_residency)
+                if self._entries[head].urgency < 0:
+                    times.append(self._used.get(model, now) + self._max_cold_wait)
         return min((at for at in times if at > now), default=None)
+
+    def holds(self, model: str) -> int:
+        """Bytes of one model."""
+        entry = self._entries.get(model)
+        return entry.nbytes if entry is not None and entry.state is not State.WAITING else 0
+
+    @property
+    def crowded(self) -> bool:
+        """Whether somebody waits for bytes."""
+        return bool(self._line)
 
     @property
     def budget(self) -> int:
@@ -276,6 +322,10 @@ class Residency:
             )
             for model, entry in self._entries.items()
         )
+
+    def standing(self, model: str, now: float) -> tuple[float, str]:
+        """The eviction key of ``model``, in the table or not, and what it is made of, in words."""
+        return self._eviction.key(model, now), self._eviction.explain(model, now)
 
     def blocked(self, now: float) -> list[tuple[str, float, str]]:
         """Who waits, for how many seconds, and why, in words."""
@@ -337,9 +387,12 @@ class Residency:
         if short <= 0:  # ranking all residents is what costs most here
             return []
         chosen: list[str] = []
+        offline = self._entries[head].urgency < 0
         for model in self._candidates(overdue, now):
             if short <= 0:
                 break
+            if offline and self._is_kept_from_offline(model, now):
+                continue
             chosen.append(model)
             short -= self._entries[model].nbytes
         if short > 0:
@@ -349,6 +402,10 @@ class Residency:
                 chosen.remove(model)
                 short += self._entries[model].nbytes
         return chosen
+
+    def _is_kept_from_offline(self, model: str, now: float) -> bool:
+        """Whether ``model`` stays when offline jobs want its bytes: it works on some itself, or may be called soon."""
+        return model in self._offline or now < self._used.get(model, -self._max_cold_wait) + self._max_cold_wait
 
     def _candidates(self, overdue: bool, now: float) -> Iterator[str]:
         """Who may be told to leave, the least dear first."""
@@ -415,8 +472,18 @@ class Residency:
         self._held += nbytes
         self._peak = max(self._peak, self._held)
 
+    def _stand_in_line(self, model: str, urgency: int, now: float) -> None:
+        at = len(self._line)
+        while (
+            at > 0 and self._entries[before := self._line[at - 1]].urgency < urgency and not self._overdue(before, now)
+        ):
+            at -= 1
+        self._line.insert(at, model)
+
     def _overdue(self, model: str, now: float) -> bool:
-        return now >= self._entries[model].since + self._max_cold_wait
+        """Whether ``model`` has waited too long. Offline jobs (urgency below 0) have no such right."""
+        entry = self._entries[model]
+        return entry.urgency >= 0 and now >= entry.since + self._max_cold_wait
 
     def _pinned_bytes(self) -> int:
         """Bytes that pins keep. A pinned model that drains is on its way out all the same."""

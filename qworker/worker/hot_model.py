@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import structlog
@@ -30,10 +31,11 @@ from qworker.policy.claim import Claim, Outcome, Step, advance, force, holds_hin
 from qworker.store.card import Card
 from qworker.wire.topology import BATCH_NEWS, EVENTS, Lane, announcement, claimed, lane_queue, lease_queue
 from qworker.worker.batcher import Batcher
-from qworker.worker.hot_zone import wait_at_most
+from qworker.worker.hot_zone import SPARE, wait_at_most
 from qworker.worker.intake import Hint
 from qworker.worker.load_guard import Quarantined, known_as
 from qworker.worker.loader import Loaded, NoRoom
+from qworker.worker.offline import OfflineLane
 from qworker.worker.parts import Parts
 from qworker.worker.reply_check import is_costly
 from qworker.worker.serve import Server, Serving
@@ -48,6 +50,7 @@ RECLAIM_PAUSE, LONGEST_RECLAIM_PAUSE = 0.5, 2.0
 """The broker needs a moment to see that our former connection is dead and to free its lease."""
 REFUSING_LOOK = 0.2
 BLOCKED_LOOK = 0.2
+ONLINE_LOOK = 0.5
 LOOKS, LOOK_PAUSE = 4, 0.03
 LANES: tuple[Lane, ...] = ("jobs", "batch")
 
@@ -75,6 +78,8 @@ class HotModel:
         self._stopped = False
         self._forced = False
         self._draining = False  # whether the zone counts us as on the way out
+        self._evicted = False  # whether it told us to go
+        self._ready_lane: Lane = "jobs"  # where the last look found jobs; online ones come first
         self._steps: dict[Step, Callable[[], Awaitable[Outcome]]] = {
             Step.LEASE: self._lease,
             Step.ANNOUNCE: self._announce,
@@ -100,6 +105,13 @@ class HotModel:
                 self._server = Server(
                     self.model, parts.zone, parts.settler, jobs, parts.limits, measured, parts.cancelled
                 )
+                self._jobs = jobs
+                self._offline = OfflineLane(
+                    lambda zone: Server(self.model, zone, parts.settler, jobs, parts.limits, None, parts.cancelled),
+                    parts.zone,
+                    parts.offline_threads,
+                    parts.threads,
+                )
                 self._subscribed = self._subscribe()
                 while self.claim.step is not Step.DONE:
                     await self._advance()
@@ -112,10 +124,11 @@ class HotModel:
         """Told by the zone, which counts our bytes as on their way back already."""
         log.info("model.evicted", model=self.model, forced=forced, reason=reason)
         if not self._draining:
+            self._parts.counters.measures.chronicle.note("evicted", self.model, reason)
             self._parts.counters.evictions += 1
             if self._loaded is not None:
                 self._parts.counters.evicted_bytes += self._loaded.card.resident_bytes
-        self._draining = True
+        self._draining = self._evicted = True
         self._go(forced=forced)
 
     def stop(self) -> None:
@@ -123,6 +136,11 @@ class HotModel:
         self._stopped = True
         self._go(forced=True)
         self._parts.zone.give_up(self.model)  # a load that still waits for bytes waits no longer
+
+    def leave(self) -> None:
+        """Told by an operator: go. It may come back for the next job."""
+        self._go(forced=True)
+        self._parts.zone.give_up(self.model)
 
     def session_ended(self) -> None:
         """Told by the worker: the lease may be gone, look."""
@@ -135,7 +153,12 @@ class HotModel:
 
     def cancel(self, job_ids: AbstractSet[str], why: JobError) -> tuple[set[str], set[str]]:
         """See ``Server.cancel``. A load goes on: others may want it."""
-        return self._server.cancel(job_ids, why) if self._loaded is not None else (set(), set())
+        if self._loaded is None:
+            return set(), set()
+        (ended, run), (also_ended, also_run) = (
+            lane.cancel(job_ids, why) for lane in (self._server, self._offline.server)
+        )
+        return ended | also_ended, run | also_run
 
     def _go(self, *, forced: bool) -> None:
         self._forced = self._forced or forced
@@ -151,6 +174,7 @@ class HotModel:
             self._reclaim_until = self._parts.reclaim_until(self._session)
             self._subscriptions.forget()
             self._server.session_lost()
+            self._offline.session_lost()
             # The zone has us leaving: with the lease gone too, there is no way back into the hot set.
             self._forced = self._forced or self._draining
         if self._forced:
@@ -209,6 +233,8 @@ class HotModel:
 
     async def _look(self) -> Outcome:
         """A job is routed before it is enqueued, and its hint can overtake it: so look a few times."""
+        if self._hint.unasked:
+            return Outcome.READY
         for _ in range(LOOKS - 1):
             if await self._jobs_ready() is Outcome.READY:
                 return Outcome.READY
@@ -217,6 +243,8 @@ class HotModel:
 
     async def _load(self) -> Outcome:
         parts, now = self._parts, self._parts.clock()
+        if (why_not := parts.history.held(self.model, now)) is not None:
+            return self._refuse(ModelUnavailable(why_not))
         try:
             card = await parts.loader.card(self.model)
         except ModelNotFound as error:
@@ -230,20 +258,30 @@ class HotModel:
             return Outcome.GAVE_UP
         if self._leaving:
             return Outcome.GAVE_UP
-        return await self._load_card(card)
+        outcome = await self._load_card(card)
+        if outcome is Outcome.GAVE_UP and self._hint.urgency == SPARE and await self._is_called():
+            self._hint.urgency = 0  # there were no bytes to spare, and now a job waits for it as for any other
+            outcome = await self._load_card(card)
+        return outcome
 
     async def _load_card(self, card: Card) -> Outcome:
         parts = self._parts
+        offline = self._ready_lane == "batch"
+        watch = self._jobs.create_task(self._hurry_when_called()) if offline else None
+        if offline:  # it may wait for long, and a hint in hand keeps online ones away
+            await self._hint.done()
         session, well = self._session, False
         guard = parts.guards.of(session, card) if session is not None and session.is_open else None
         try:
-            loaded = await parts.loader.load(card, urgency=self._hint.urgency, guard=guard)
+            urgency = -1 if offline else max(0, self._hint.urgency) if self._hint.urgency != SPARE else SPARE
+            loaded = await parts.loader.load(card, urgency=urgency, guard=guard)
             well = True
         except Quarantined as error:
             return self._refuse(ModelUnavailable(str(error)))
         except NoRoom as error:
             log.warning("model.no_room", model=self.model, reason=str(error))
             parts.counters.measures.load_failures["no_room"] += 1
+            parts.counters.measures.chronicle.note("no_room", self.model, str(error))
             return Outcome.GAVE_UP
         except ModelTooLarge as error:
             return self._refuse(error)
@@ -254,36 +292,52 @@ class HotModel:
                 guard.abandoned()
             raise
         finally:
+            if watch is not None:
+                watch.cancel()
             if guard is not None:  # this process lives; nobody has to wait for the record to say so
                 self._server.spawn(guard.ended(well=well))
         parts.history.succeeded(known_as(card))
         self._loaded = loaded
-        self._server.serving = Serving(
-            self._batcher(loaded),
-            card,
-            card.signature(),
-            since=time.time(),
-            load_seconds=loaded.load_seconds,
-            costly=is_costly(card),
-        )
+        for server, threads in ((self._server, parts.engine_threads), (self._offline.server, parts.offline_threads)):
+            server.serving = Serving(
+                self._batcher(loaded, server, threads),
+                card,
+                card.signature(),
+                since=time.time(),
+                load_seconds=loaded.load_seconds,
+                costly=is_costly(card),
+            )
         return Outcome.OK
 
-    def _batcher(self, loaded: Loaded) -> Batcher:
+    async def _hurry_when_called(self) -> None:
+        """While a load for offline jobs waits for bytes, look for online ones: they need not be so patient."""
+        while True:
+            await asyncio.sleep(ONLINE_LOOK)
+            try:
+                depth = await self._on_session().depth(lane_queue("jobs", self.model))
+            except BrokerUnavailable:
+                return  # the next step of the claim finds that, too
+            if depth is not None and depth.ready:
+                self._parts.zone.hurry(self.model)
+                return
+
+    def _batcher(self, loaded: Loaded, server: Server, threads: ThreadPoolExecutor) -> Batcher:
         parts = self._parts
         return Batcher(
             loaded.engine,
             loaded.card,
-            parts.engine_threads,
+            threads,
             parts.counters,
             lanes=parts.threads,
             max_delay=parts.max_queue_delay,
-            may_come=self._server.may_come,
+            may_come=server.may_come,
         )
 
     def _load_failed(self, known_as: str, error: QworkerError, *, at_fault: bool) -> Outcome:
         parts = self._parts
         parts.counters.load_failures += 1
         parts.counters.measures.load_failed(error)
+        parts.counters.measures.chronicle.note("failed", self.model, str(error))
         reason = f"{self.model} cannot be loaded: {error}"
         known = parts.history.failed(known_as, parts.clock(), refuse=at_fault, reason=reason)
         log.error("model.load_failed", model=self.model, attempts=known.attempts, reason=str(error))
@@ -293,7 +347,8 @@ class HotModel:
 
     def _refuse(self, error: JobError) -> Outcome:
         log.error("model.refused", model=self.model, code=error.code, reason=str(error))
-        self._server.serving = error
+        self._parts.counters.measures.chronicle.note("refused", self.model, str(error))
+        self._server.serving = self._offline.server.serving = error
         return Outcome.REFUSED
 
     # --- serve -----------------------------------------------------------------------------------
@@ -318,7 +373,8 @@ class HotModel:
                 return Outcome.LEAVE
             self._on_session()
             await wait_at_most(self._stirred, REFUSING_LOOK if self.claim.refusing else CONSUMER_LOOK)
-            if self.claim.refusing and self._server.in_hand == 0 and await self._jobs_ready() is Outcome.EMPTY:
+            in_hand = self._server.in_hand + self._offline.in_hand
+            if self.claim.refusing and in_hand == 0 and await self._jobs_ready() is Outcome.EMPTY:
                 return Outcome.EMPTY
             if not self._leaving:
                 await self._mend()
@@ -342,7 +398,10 @@ class HotModel:
 
     async def _look_back(self) -> Outcome:
         outcome = await self._jobs_ready()
+        if self._evicted and self._ready_lane == "batch":
+            outcome = Outcome.EMPTY  # offline jobs keep nobody who wants the bytes waiting: they are woken for later
         if outcome is Outcome.READY and not self._forced and self._loaded is not None:
+            self._evicted = False
             self._draining = False
             self._leaving = False
             self._parts.zone.revived(self.model)
@@ -373,7 +432,8 @@ class HotModel:
             self._parts.zone.leaving(self.model)
         # A lost session leaves runs in progress; the engine is freed under none of them.
         await self._server.idle()
-        self._server.serving = None
+        await self._offline.stop()
+        self._server.serving = self._offline.server.serving = None
         self._loaded = None
         await self._parts.loader.unload(loaded.card, loaded.engine)
         return Outcome.OK
@@ -397,8 +457,15 @@ class HotModel:
             if depth is not None and lane == "batch":
                 self._parts.registry.has_batch_lane(self.model)
             if depth is not None and depth.ready:
+                self._ready_lane = lane
                 return Outcome.READY
         return Outcome.EMPTY
+
+    async def _is_called(self) -> bool:
+        try:
+            return await self._jobs_ready() is Outcome.READY
+        except BrokerUnavailable:
+            return False  # the next step of the claim finds that, too
 
     async def _until_unblocked(self, session: Session) -> None:
         """Wait while the broker takes no publishes, unless we are to leave."""
@@ -411,6 +478,7 @@ class HotModel:
         return Subscriptions(
             self.model,
             self._server,
+            self._offline,
             parts.registry,
             parts.counters,
             parts.ack_timeout,

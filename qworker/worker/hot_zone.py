@@ -11,10 +11,14 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from qworker.errors import ModelTooLarge
+from qworker.policy.eviction import Usage
 from qworker.policy.residency import Decision, Residency, Row
 from qworker.telemetry.counters import Counters
 
 Clock = Callable[[], float]
+
+SPARE = -9
+"""The urgency of a model that nobody waits for: it gets bytes that are free while nobody waits for any."""
 
 
 class Tenant(Protocol):
@@ -42,6 +46,12 @@ class HotZone:
         self._waiting: dict[str, asyncio.Future[bool]] = {}
         self._tenants: dict[str, Tenant] = {}
         self._stirred = asyncio.Event()
+        self.online = 0
+        """Online jobs in hand, of all models."""
+        self.on_quiet: Callable[[], None] = _nobody
+        """Called when the last of them is done."""
+        self.on_loaded: Callable[[str, float, int], None] = _nobody_loads
+        """Called with each model that is loaded, its load seconds and its bytes."""
 
     # --- what a tenant reports -------------------------------------------------------------------
 
@@ -53,9 +63,11 @@ class HotZone:
         """Wait until ``nbytes`` are booked for ``model``; False when they were not within ``within`` seconds.
 
         ``kind`` names the memory, where there is more than one. From True on, the bytes are held until
-        :meth:`gone`. Raises ModelTooLarge when it can never fit.
+        :meth:`gone`. Raises ModelTooLarge when it can never fit. With ``urgency`` SPARE it is now or not at all.
         """
         self._table_of[model] = self._tables.get(kind, self._first)
+        if urgency == SPARE:
+            return self._of(model).want_spare(model, nbytes, self._clock())
         admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting[model] = admitted
         self._obey(self._of(model).want(model, nbytes, self._clock(), urgency=urgency))
@@ -84,18 +96,35 @@ class HotZone:
 
     def loaded(self, model: str, load_seconds: float) -> None:
         self._obey(self._of(model).loaded(model, load_seconds, self._clock()))
+        self.on_loaded(model, load_seconds, self._of(model).holds(model))
 
     def used(self, model: str) -> None:
         """A job for ``model`` arrived."""
         self._of(model).used(model, self._clock())
 
     def started(self, model: str) -> None:
+        self.online += 1
         self._of(model).started(model)
 
     def finished(self, model: str) -> None:
         self._of(model).finished(model, self._clock())
         if self._waiting:
             self._stirred.set()  # an idle model may be what somebody waits for
+        self.online -= 1
+        if not self.online:
+            self.on_quiet()
+
+    def offline_started(self, model: str) -> None:
+        self._of(model).offline_started(model)
+
+    def offline_finished(self, model: str) -> None:
+        self._of(model).offline_finished(model)
+        if self._waiting:
+            self._stirred.set()
+
+    def hurry(self, model: str) -> None:
+        """Online jobs came for a model whose load waits for bytes."""
+        self._obey(self._of(model).hurry(model, self._clock()))
 
     def revived(self, model: str) -> None:
         self._counters.revivals += 1
@@ -112,6 +141,34 @@ class HotZone:
     def left(self, model: str) -> None:
         """The tenant has ended."""
         self._tenants.pop(model, None)
+
+    # --- what is kept over restarts ----------------------------------------------------------------
+
+    def history(self) -> dict[str, Usage]:
+        """Uses and costs of every model ever seen. Where two tables know one, the later use counts."""
+        now, found = self._clock(), dict[str, Usage]()
+        for table in self._tables.values():
+            for model, usage in table.eviction.history(now).items():
+                if model not in found or usage.age < found[model].age:
+                    found[model] = usage
+        return found
+
+    def remember(self, usages: Mapping[str, Usage]) -> None:
+        """Take over what was kept, in place of what is known of those models."""
+        for table in self._tables.values():  # in which memory a model will be is told by its card, when it comes
+            table.eviction.restore(usages, self._clock())
+
+    def dearest(self) -> list[tuple[str, Usage]]:
+        """All models with a cost that is known, those first which are the last to leave."""
+        known = {model: usage for model, usage in self.history().items() if usage.nbytes > 0 and usage.count > 0}
+        models = list(known)
+        keys = dict(zip(models, self._first.eviction.keys(models, self._clock()), strict=True))
+        return [(model, known[model]) for model in sorted(models, key=lambda model: -keys[model])]
+
+    @property
+    def crowded(self) -> bool:
+        """Whether somebody waits for bytes."""
+        return any(table.crowded for table in self._tables.values())
 
     # --- the operator's view ---------------------------------------------------------------------
 
@@ -136,6 +193,19 @@ class HotZone:
 
     def rows(self) -> tuple[Row, ...]:
         return tuple(row for table in self._tables.values() for row in table.snapshot(self._clock()))
+
+    def standing(self, model: str) -> tuple[float, str]:
+        """The eviction key of ``model``, hot or not, and why it is that."""
+        return self._of(model).standing(model, self._clock())
+
+    def pin(self, model: str) -> None:
+        for table in self._tables.values():
+            table.pin(model)
+
+    def unpin(self, model: str) -> None:
+        for table in self._tables.values():
+            table.unpin(model)
+        self._stirred.set()  # it may be what somebody waits for
 
     def blocked(self) -> list[tuple[str, float, str]]:
         """Who waits for bytes, since how many seconds, and why."""
@@ -188,6 +258,14 @@ class HotZone:
             self._obey(self._of(model).abandon(model, now))
         elif admitted.exception() is None and admitted.result():
             self._obey(self._of(model).gone(model, now))
+
+
+def _nobody() -> None:
+    return
+
+
+def _nobody_loads(model: str, load_seconds: float, nbytes: int) -> None:  # noqa: ARG001
+    return
 
 
 async def wait_at_most(event: asyncio.Event, seconds: float) -> None:

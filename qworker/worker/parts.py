@@ -14,6 +14,7 @@ from qworker.worker.cancelled import Cancelled
 from qworker.worker.hot_zone import Clock, HotZone
 from qworker.worker.load_guard import LoadGuards
 from qworker.worker.loader import Loader
+from qworker.worker.offline import OfflineThreads
 from qworker.worker.registry import Registry
 from qworker.worker.sessions import Sessions
 from qworker.worker.settle import Settler
@@ -32,6 +33,7 @@ class Parts:
     history: LoadHistory
     registry: Registry
     engine_threads: ThreadPoolExecutor
+    offline_threads: OfflineThreads
     counters: Counters
     clock: Clock
     limits: Limits

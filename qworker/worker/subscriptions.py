@@ -11,6 +11,7 @@ from qworker.policy.subscription import Doubt, fitting_prefetch, outlasts
 from qworker.store.card import Card
 from qworker.telemetry.counters import Counters
 from qworker.wire.topology import Lane, lane_queue
+from qworker.worker.offline import PREFETCH, OfflineLane
 from qworker.worker.registry import Registry
 from qworker.worker.serve import Server
 
@@ -45,6 +46,7 @@ class Subscriptions:
         self,
         model: str,
         server: Server,
+        offline: OfflineLane,
         registry: Registry,
         counters: Counters,
         ack_timeout: AckTimeout,
@@ -56,6 +58,7 @@ class Subscriptions:
         """``stir`` has the owner call :meth:`mend` soon. ``lanes``: how many runs there are at once."""
         self._model = model
         self._server = server
+        self._offline = offline
         self._registry = registry
         self._counters = counters
         self._ack_timeout = ack_timeout
@@ -86,6 +89,7 @@ class Subscriptions:
         self.forget()
         for consumer in consumers:
             await consumer.cancel()
+        await self._offline.stop()
         await self._server.idle()
         for consumer in consumers:
             await consumer.close()
@@ -94,6 +98,7 @@ class Subscriptions:
         """They ended with their session, or are about to: nobody else comes, what is in hand waits for nobody."""
         self._consumers, self._doubts, self.counted = {}, {}, {}
         self._server.window = 0
+        self._offline.server.window = 0
 
     async def mend(self, session: Session, card: Card | None, *, look: bool) -> None:
         """Make lost consumers anew, and one for a batch lane that is new. Raises BrokerError when a queue is missing.
@@ -130,9 +135,9 @@ class Subscriptions:
         for lane, depth in zip(lanes, depths, strict=True):
             ready, consumers = (depth.ready, depth.consumers) if depth is not None else (0, 0)
             self.counted[lane] = consumers
-            server = self._server
-            done = server.measured.jobs
-            why = self._doubts[lane].look(ready=ready, consumers=consumers, in_hand=server.in_hand, done=done)
+            in_hand = self._server.in_hand + self._offline.in_hand
+            done = self._server.measured.jobs
+            why = self._doubts[lane].look(ready=ready, consumers=consumers, in_hand=in_hand, done=done)
             if why is not None:
                 self._lose(why)
 
@@ -146,12 +151,14 @@ class Subscriptions:
         self._lost = True
 
     async def _consume(self, lane: Lane, session: Session, card: Card | None) -> None:
-        prefetch = self._prefetch(card)
+        online = lane == "jobs"
+        prefetch = self._prefetch(card) if online else PREFETCH
+        taker = (self._server if online else self._offline).taker(session)
         self._consumers[lane] = await session.consume(
-            lane_queue(lane, self._model), self._server.taker(session), prefetch=prefetch, on_lost=self._told
+            lane_queue(lane, self._model), taker, prefetch=prefetch, on_lost=self._told
         )
         self._doubts[lane] = Doubt()
-        self._server.window = prefetch * len(self._consumers)
+        (self._server if online else self._offline.server).window = prefetch
 
     def _prefetch(self, card: Card | None) -> int:
         wanted = self._server.prefetch(self._least)

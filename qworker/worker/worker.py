@@ -24,7 +24,7 @@ from qworker.errors import BrokerUnavailable
 from qworker.policy.backoff import LoadHistory
 from qworker.policy.choice import make_eviction
 from qworker.policy.claim import Hint as HintRule
-from qworker.policy.claim import on_hint
+from qworker.policy.claim import Step, on_hint
 from qworker.policy.outcome import Budgets
 from qworker.policy.residency import Residency
 from qworker.store.base import BlobStore, Store
@@ -35,23 +35,32 @@ from qworker.wire.topology import ANSWERED, EVENTS, lane_queue, lane_topology, s
 from qworker.worker.apart import Apart
 from qworker.worker.cancelled import Cancelled
 from qworker.worker.control import Control
+from qworker.worker.duty import Duty
 from qworker.worker.headroom import Headroom
 from qworker.worker.hot_model import HotModel
 from qworker.worker.hot_zone import HotZone
 from qworker.worker.intake import Hint, Intake
+from qworker.worker.keeper import Keeper
 from qworker.worker.load_guard import LoadGuards
 from qworker.worker.loader import Loader
+from qworker.worker.offline import OfflineThreads
+from qworker.worker.orders import Orders
 from qworker.worker.parts import Parts
+from qworker.worker.peers import Peers
 from qworker.worker.pulse import PULSE_SECONDS, Pulse
 from qworker.worker.registry import Registry
 from qworker.worker.sessions import Sessions
 from qworker.worker.settle import Settler
+from qworker.worker.snapshot import snapshot
 from qworker.worker.subscriptions import AckTimeout
 from qworker.worker.sweep import Sweeper
+from qworker.worker.warm_start import WarmStart
+from qworker.worker.watched import Watched
 
 log = structlog.get_logger(__name__)
 
 LANES_AT_ONCE = 64
+_BEFORE_SERVING = frozenset({Step.LEASE, Step.ANNOUNCE, Step.LOOK, Step.LOAD})
 RECLAIM_MARGIN = PULSE_SECONDS + 1.0
 HEARTBEATS_TO_DEATH = 3
 """So many are missed before the broker gives up a connection, and frees its leases."""
@@ -81,7 +90,7 @@ class Worker:
         self._settings = settings
         self.counters = Counters()
         clock = time.monotonic
-        self._clock = clock
+        self._clock, self._started = clock, time.time()
         tables = {
             kind: _residency(settings, budget) for kind, budget in (budgets or {"": int(settings.memory)}).items()
         }
@@ -91,6 +100,7 @@ class Worker:
         self._pulse = Pulse(settings.name, self.counters, clock)
         self._watchdog = Watchdog(settings.watchdog, lags=self.counters.measures.loop_lag)
         self._engine_threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="engine")
+        self._offline_threads = OfflineThreads(settings.threads, settings.batch_share, self.zone)
         self._load_threads = ThreadPoolExecutor(
             settings.max_concurrent_loads + 2,
             thread_name_prefix="load",
@@ -106,7 +116,6 @@ class Worker:
         settler.apart = None if blobs is None else Apart(blobs, int(settings.blob_limit))
         self._answered = settler.answered
         self._cancelled = Cancelled(clock)
-        self._control = Control(settings.name, {"cancel": self._cancel}, self._answered.hear)
         self._intake = Intake(
             self.claim,
             self._registry,
@@ -116,6 +125,10 @@ class Worker:
             queue_type=settings.queue_type,
         )
         self._sweeper = Sweeper(self._registry, settings.sweep_interval, self.counters, clock)
+        warm_start = WarmStart(
+            self.zone, self._registry, self.counters, self.claim, self._is_loading, share=settings.warm_start
+        )
+        self._keeper = Keeper(settings, self.zone, self.counters, self._sessions, warm_start)
         self._parts = Parts(
             zone=self.zone,
             loader=Loader(
@@ -136,6 +149,7 @@ class Worker:
             history=LoadHistory(),
             registry=self._registry,
             engine_threads=self._engine_threads,
+            offline_threads=self._offline_threads,
             counters=self.counters,
             clock=clock,
             limits=Limits(max_body_bytes=int(settings.max_body), max_blob_bytes=int(settings.blob_memory)),
@@ -147,23 +161,39 @@ class Worker:
             max_replicas=settings.max_replicas,
             reclaim_until=self._ghost_is_gone_by,
         )
+        self._duty, self._peers = Duty(), Peers(settings.name, clock)
+        self._watched = Watched(settings.name, self.snapshot, clock)
+        self._orders = Orders(
+            self._parts,
+            self._tenants,
+            self.claim,
+            self._duty,
+            self._peers,
+            self._watched,
+            self.snapshot,
+            pin_quota=settings.pin_quota,
+        )
+        verbs = {"cancel": self._cancel, **self._orders.verbs()}
+        self._control = Control(settings.name, verbs, self._answered.hear, self._peers.heard)
 
     # --- life ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Serve until :meth:`stop`. Raises BrokerRefused or TopologyMismatch when serving is pointless."""
         try:
-            async with self._watchdog, asyncio.TaskGroup() as tasks:
+            async with self._watchdog, self._keeper, asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 zone = tasks.create_task(self.zone.run(), name="hot zone")
                 registry = tasks.create_task(self._registry.run(), name="registry")
+                orders = tasks.create_task(self._orders.run(), name="orders")
                 sessions = tasks.create_task(self._sessions.run(self._declare, self._attend), name="sessions")
                 await self._stopping.wait()
                 await self._drain()
-                for chore in (sessions, registry, zone):
+                for chore in (sessions, registry, orders, zone):
                     chore.cancel()
         finally:
             self._engine_threads.shutdown(wait=False, cancel_futures=True)
+            self._offline_threads.shutdown(wait=False, cancel_futures=True)
             self._load_threads.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
@@ -217,12 +247,12 @@ class Worker:
         """Intake and sweep on ``session`` until it ends or the worker stops."""
         async with asyncio.TaskGroup() as tasks:
             chores = [
-                tasks.create_task(_until_lost(self._intake.run(session)), name="intake"),
-                tasks.create_task(_until_lost(self._control.run(session)), name="control"),
-                tasks.create_task(_until_lost(self._sweeper.run(session)), name="sweeper"),
+                tasks.create_task(self._take_part(session), name="duty"),
+                tasks.create_task(_until_lost(self._watched.run(session)), name="watched"),
                 tasks.create_task(_until_lost(self._check_lanes(session)), name="lanes"),
                 tasks.create_task(_until_lost(self._pulse.run(session)), name="pulse"),
             ]
+            tasks.create_task(_until_lost(self._control.run(session)), name="control")  # answers while we leave, too
             lost = tasks.create_task(session.wait_closed(), name="session")
             stopping = tasks.create_task(self._stopping.wait(), name="stopping")
             await asyncio.wait({lost, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -235,6 +265,19 @@ class Worker:
         if reason is not None:
             raise reason
 
+    async def _take_part(self, session: Session) -> None:
+        """Intake and sweep, but for the time in which an operator has this worker drained."""
+        while True:
+            await self._duty.until(drained=False)
+            async with asyncio.TaskGroup() as tasks:
+                chores = [
+                    tasks.create_task(_until_lost(self._intake.run(session)), name="intake"),
+                    tasks.create_task(_until_lost(self._sweeper.run(session)), name="sweeper"),
+                ]
+                await self._duty.until(drained=True)
+                for chore in chores:
+                    chore.cancel()
+
     def _ghost_is_gone_by(self, session: Session | None) -> float:
         """When the broker has certainly seen the end of ``session``, however silent it was."""
         return self._pulse.alive_at(session) + HEARTBEATS_TO_DEATH * self._settings.heartbeat + RECLAIM_MARGIN
@@ -243,7 +286,7 @@ class Worker:
 
     def claim(self, model: str, backlog: bool, hint: Hint) -> bool:
         """Start to claim ``model``, or keep the hint for later; False when the hint is of no use."""
-        if self._stopping.is_set() or self._tasks is None:
+        if self._stopping.is_set() or self._tasks is None or self._duty.drained:
             return False
         tenant = self._tenants.get(model)
         rule = on_hint(tenant.claim if tenant is not None else None)
@@ -267,7 +310,12 @@ class Worker:
         if tenant.next_hint is not None:
             backlog, hint = tenant.next_hint
             if not self.claim(tenant.model, backlog, hint):
-                await hint.done()
+                await (hint.give_back() if self._duty.drained else hint.done())
+
+    def _is_loading(self, model: str) -> bool:
+        """Whether a claim has not got its model yet."""
+        tenant = self._tenants.get(model)
+        return tenant is not None and tenant.claim.step in _BEFORE_SERVING
 
     # --- orders ----------------------------------------------------------------------------------
 
@@ -303,6 +351,8 @@ class Worker:
         """Why this worker takes no jobs now, or None."""
         if self._stopping.is_set():
             return "draining"
+        if self._duty.drained:
+            return "drained by an operator: qworker workers resume"
         session = self._sessions.open
         if session is None:
             return "no connection to the broker"
@@ -330,6 +380,10 @@ class Worker:
             ],
             "claims": {model: str(tenant.claim.step) for model, tenant in self._tenants.items()},
             "draining": self._stopping.is_set(),
+            "drained": self._duty.drained,
+            "pins": self._orders.pins(),
+            "held": self._held(),
+            "peers": self._peers.known(),
             "broker": self._pulse.state(self._sessions.open),
             "quarantined": self._quarantined(),
             "refusing": [model for model, tenant in self._tenants.items() if tenant.claim.refusing],
@@ -340,6 +394,15 @@ class Worker:
             "loop": self._watchdog.state(),
             "counters": self.counters.as_dict(),
         }
+
+    def snapshot(self) -> dict[str, Any]:
+        """The same for those who watch."""
+        return snapshot(self.state(), self.counters.measures, self._started)
+
+    def _held(self) -> list[dict[str, Any]]:
+        """Models that an operator keeps from being loaded."""
+        held = self._parts.history.holds(self._clock())
+        return [{"model": model, "seconds": round(s, 1), "reason": why} for model, (s, why) in held.items()]
 
     def _consumers(self) -> dict[str, dict[str, Any]]:
         """Of each model: how many this worker has, as it believes, and all that the broker counts by lane."""

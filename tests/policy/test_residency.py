@@ -38,6 +38,11 @@ class Tenant:
         self.in_hand = 0
         self.forced = False
         self.served = False
+        self.offline = 0
+
+    def overdue(self, now: float) -> bool:
+        """Offline wants have no right to what others work with, however long they wait."""
+        return self.urgency >= 0 and now >= self.since + PATIENCE
 
 
 class ResidencyMachine(RuleBasedStateMachine):
@@ -48,6 +53,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.now = 1_000.0
         self.tenants: dict[str, Tenant] = {}
         self.pinned: set[str] = set()
+        self.last_used: dict[str, float] = {}
         self.peak = 0
         self.residency = Residency(BUDGET, Lru(), min_residency=BRAKE, max_cold_wait=PATIENCE)
 
@@ -102,11 +108,16 @@ class ResidencyMachine(RuleBasedStateMachine):
         else:
             assert tenant.place == "hot", f"evicted a model that is {tenant.place}"
         if forced:
-            assert self.now >= self.tenants[head].since + PATIENCE, "forced, and the head has not waited long"
+            assert self.tenants[head].overdue(self.now), "forced, and the head has not waited long"
             assert not young or tenant.served or tenant.place == "draining", "evicted before it served once"
             return
         assert not tenant.in_hand, "evicted a busy model"
         assert not young, "evicted a young model"
+        if self.tenants[head].urgency < 0:
+            assert not tenant.offline, "offline work evicted offline work"
+            assert self.now >= self.last_used.get(model, -PATIENCE) + PATIENCE, (
+                "evicted what is called, for offline work"
+            )
 
     def check_all_needed(self, victims: list[str]) -> None:
         """Without any one of the victims the head would not fit, and with all of them it does."""
@@ -154,7 +165,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def stand_in_line(self, model: str, new: Tenant) -> None:
         """``tenants`` is in the order of the line: right behind the last one that may not be passed."""
         line = [m for m, t in self.tenants.items() if t.place == "waiting"]
-        stays = [t.urgency >= new.urgency or self.now >= t.since + PATIENCE for t in map(self.tenants.get, line) if t]
+        stays = [t.urgency >= new.urgency or t.overdue(self.now) for t in map(self.tenants.get, line) if t]
         at = max((place + 1 for place, fixed in enumerate(stays) if fixed), default=0)
         others = [m for m in self.tenants if m not in line]
         self.tenants[model] = new
@@ -169,6 +180,28 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(model=MODELS)
     def used(self, model: str) -> None:
         self.residency.used(model, self.now)
+        self.last_used[model] = self.now
+
+    @rule(model=MODELS)
+    def hurry(self, model: str) -> None:
+        """An online job came for a model; that changes something for offline waiters alone."""
+        tenant = self.tenants.get(model)
+        if tenant is not None and tenant.place == "waiting" and tenant.urgency < 0:
+            del self.tenants[model]
+            self.stand_in_line(model, Tenant(tenant.nbytes, self.now))
+        self.obey(self.residency.hurry(model, self.now))
+
+    @precondition(lambda self: self.at("hot"))
+    @rule(data=st.data())
+    def offline_job(self, data: st.DataObject) -> None:
+        """Begins where none is in hand, else ends."""
+        tenant = self.tenants[model := data.draw(st.sampled_from(self.at("hot")))]
+        if tenant.offline:
+            self.residency.offline_finished(model)
+        else:
+            self.residency.offline_started(model)
+        tenant.offline = 1 - tenant.offline
+        self.timer()
 
     @rule(model=MODELS, pin=st.sampled_from([True, True, False]))
     def pin_or_unpin(self, model: str, pin: bool) -> None:
@@ -216,7 +249,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def job_starts(self, data: st.DataObject) -> None:
         model = data.draw(st.sampled_from(self.at("hot", "draining")))
         self.tenants[model].in_hand += 1
-        self.residency.used(model, self.now)
+        self.used(model)
         self.residency.started(model)
 
     @precondition(lambda self: any(t.in_hand for t in self.tenants.values()))
@@ -259,6 +292,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.bytes_back(data.draw(st.sampled_from(idle)))
 
     def bytes_back(self, model: str) -> None:
+        if self.tenants[model].offline:
+            self.residency.offline_finished(model)
         del self.tenants[model]
         self.obey(self.residency.gone(model, self.now))
 
@@ -299,7 +334,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             return
         need, sure = self.tenants[head].nbytes, BUDGET - self.held()
         assert sure < need, f"{head} fits, and was not let in"
-        if self.now < self.tenants[head].since + PATIENCE:
+        if not self.tenants[head].overdue(self.now):
             return
         sure += sum(self.tenants[m].nbytes for m in self.at("draining") if self.tenants[m].forced)
         could = sure
@@ -321,6 +356,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         every hot model, and the timer is kept, then everyone who waits is let in, in bounded time."""
         for model in sorted(self.pinned):
             self.pin_or_unpin(model, False)
+        for model in self.at("waiting"):
+            self.hurry(model)
         for model in self.at("hot"):
             self.job_starts_for_good(model)
         deadline = self.now + (PATIENCE + BRAKE + 1.0) * (len(NAMES) + 1)
@@ -430,7 +467,9 @@ def test_the_more_urgent_comes_first_but_never_before_one_that_is_overdue() -> N
         residency.want(model, 100, 1.0, urgency=urgency)
     assert [model for model, _, _ in residency.blocked(1.0)] == ["d", "e", "b", "c", "f"]
     residency.want("g", 100, 1.0 + PATIENCE, urgency=9)
-    assert [model for model, _, _ in residency.blocked(1.0 + PATIENCE)] == ["d", "e", "b", "c", "f", "g"]
+    assert [model for model, _, _ in residency.blocked(1.0 + PATIENCE)] == ["d", "e", "b", "c", "g", "f"], (
+        "offline jobs have no such right"
+    )
     residency.finished("a", 40.0)
     residency.tick(40.0)
     assert residency.gone("a", 40.0).admit == ("d",)
@@ -583,3 +622,24 @@ def test_an_event_that_cannot_be_is_an_error_and_changes_nothing(event: Callable
         event(residency)
     assert residency.snapshot(9.0) == before
     assert [r.state for r in before] == [State.HOT]
+
+
+def test_offline_jobs_evict_nobody_who_is_called_nor_each_other() -> None:
+    """However long they wait: a model that online jobs used lately stays, and one with offline jobs in hand."""
+    residency = lru(("a", 50), ("b", 50))
+    residency.used("a", 9.0)
+    residency.offline_started("b")
+    assert residency.want("c", 50, 10.0, urgency=-1) == Decision()
+    assert residency.tick(38.0) == Decision()
+    assert residency.next_tick(38.0) == 9.0 + PATIENCE
+    residency.offline_finished("b")
+    assert [e.model for e in residency.tick(38.5).evict] == ["b"]
+
+
+def test_an_online_job_makes_an_offline_want_one_like_others() -> None:
+    """It moves up in line, its wait counts from then on, and offline jobs in hand do not stop it."""
+    residency = lru(("a", 100))
+    residency.offline_started("a")
+    residency.want("b", 100, 10.0, urgency=-1)
+    assert [e.model for e in residency.hurry("b", 20.0).evict] == ["a"]
+    assert residency.hurry("b", 20.0) == Decision(), "once is enough"
