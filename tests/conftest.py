@@ -38,6 +38,14 @@ if os.environ.get("QWORKER_TEST_LOOP") == "uvloop":  # ``ops/test --rabbitmq 4``
         return {"uvloop": uvloop.new_event_loop}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_history_at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers of tests keep nothing in the home of whoever runs them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def suite_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuiteNode]:
     """The suite's broker with its supply of virtual hosts."""

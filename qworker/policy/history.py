@@ -175,6 +175,10 @@ class Tally:
         """A request arrived."""
         self._sums(model, wall)[0] += 1
 
+    def used_often(self, model: str, requests: int, wall: float) -> None:
+        """So many requests arrived."""
+        self._sums(model, wall)[0] += requests
+
     def loaded(self, model: str, load_seconds: float, nbytes: int, wall: float) -> None:
         sums = self._sums(model, wall)
         sums[1] += 1

@@ -17,6 +17,8 @@ class Counters:
     evictions: int = 0
     evicted_bytes: int = 0
     revivals: int = 0
+    preloads: int = 0
+    """Loads that no job had asked for."""
     hints: int = 0
     hints_stale: int = 0
     wakes: int = 0

@@ -28,6 +28,11 @@ _WORKER: Final = {
     "loop.stands": Event("warning", "The event loop has not turned for two seconds; where it stands."),
     "loop.moves": Event("warning", "It turns again."),
     "loop.given_up": Event("critical", "It stood for longer than the setting watchdog: the process ends."),
+    "history.restored": Event("info", "What models were asked for, and what loads cost, is known from before."),
+    "history.corrupt": Event("warning", "The history file is damaged: the worker starts without one."),
+    "history.unreadable": Event("warning", "The history file cannot be read: the worker starts without one."),
+    "history.unwritable": Event("warning", "The history cannot be kept; told once."),
+    "warm_start.done": Event("info", "Free bytes were filled with what the history says is dearest."),
     "memory.limited": Event("warning", "The budget asked for is more than the device has; it got less."),
 }
 
@@ -50,6 +55,7 @@ _BROKER: Final = {
 _MODELS: Final = {
     "model.declared": Event("info", "A job came for a model without a queue; it has one now."),
     "model.loaded": Event("info", "Cold to hot: loaded, warm, its bytes booked."),
+    "model.preloaded": Event("info", "Claimed before any job asks for it, into free bytes; the reason says why."),
     "model.unloaded": Event("info", "Hot to cold; its bytes are back."),
     "model.evicted": Event("info", "Told to leave; the reason names for whom, and why this one."),
     "model.no_room": Event("warning", "Its bytes were not free in time; the sweep tries again."),

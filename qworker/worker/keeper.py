@@ -1,0 +1,63 @@
+"""What a worker learns while it runs, and what it does with it: history, journal, and a warm start."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+from qworker.config import Settings
+from qworker.telemetry.counters import Counters
+from qworker.worker.history_file import HistoryFile
+from qworker.worker.hot_zone import HotZone
+from qworker.worker.minutes import Minutes
+from qworker.worker.sessions import Sessions
+from qworker.worker.warm_start import WarmStart
+
+LOOK_SECONDS = 5.0
+SAVE_SECONDS = 60.0
+
+
+class Keeper:
+    """Within ``async with``, it takes over the history, looks, and writes. Owned here: the tasks that do so."""
+
+    def __init__(
+        self, settings: Settings, zone: HotZone, counters: Counters, sessions: Sessions, warm_start: WarmStart
+    ) -> None:
+        self._settings = settings
+        self._sessions = sessions
+        self._warm_start = warm_start
+        self._file = HistoryFile(settings.history_file, zone)
+        self._minutes = Minutes(counters)
+        self._zone = zone
+        self._tasks = asyncio.TaskGroup()
+        self._chores: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Keeper:
+        self._zone.on_loaded = self._minutes.loaded
+        await self._file.restore()
+        await self._tasks.__aenter__()
+        self._chores = [
+            self._tasks.create_task(self._keep(), name="history"),
+            self._tasks.create_task(self._start_warm(), name="warm start"),
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for chore in self._chores:
+            chore.cancel()
+        await self._tasks.__aexit__(kind, error, trace)
+        self._minutes.look()
+        await self._file.save(self._minutes.take(all_of_it=True))
+
+    async def _keep(self) -> None:
+        while True:
+            for _ in range(round(SAVE_SECONDS / LOOK_SECONDS)):
+                await asyncio.sleep(LOOK_SECONDS)
+                self._minutes.look()
+            await self._file.save(self._minutes.take())
+
+    async def _start_warm(self) -> None:
+        if self._settings.warm_start and await self._sessions.current() is not None:
+            await self._warm_start.run()
