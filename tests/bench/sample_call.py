@@ -9,12 +9,12 @@ from qworker import Client
 from qworker.store.local import LocalStore
 from qworker.wire.messages import Tensor
 from tests.bench import drive
-from tests.bench.batch import one_row
+from tests.bench.batch import ALONE, one_row
 
 
 async def request(chosen: argparse.Namespace) -> None:
     model = os.environ["BENCH_MODEL"]
-    row = {tensor.name: tensor for tensor in one_row(LocalStore(os.environ["BENCH_STORE"]), model)}
+    row = {tensor.name: tensor for tensor in one_row(LocalStore(os.environ["BENCH_STORE"]), model.removesuffix(ALONE))}
     async with Client(chosen.url) as client:
 
         async def call(inputs: dict[str, Tensor]) -> None:
