@@ -196,6 +196,7 @@ async def _malformed(scene: Scene) -> None:
             scene.told(
                 f"{scene.faults.done['malformed']} malformed messages, the worker has {sizes[-1] / 2**20:.0f} MiB"
             )
+    await asyncio.to_thread(scene.bad.one_good)
     quarter = max(1, len(sizes) // 4)
     growth = sorted(sizes[-quarter:])[quarter // 2] - sorted(sizes[quarter : 2 * quarter] or sizes)[quarter // 2]
     scene.told(f"from the second quarter to the last one the worker grew by {growth / 2**20:+.1f} MiB")

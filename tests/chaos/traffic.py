@@ -229,6 +229,11 @@ class PikaThread(threading.Thread):
                 while self._count < end and not self.told.is_set():
                     self.bad(publish, models, sources)
 
+    def one_good(self) -> None:
+        """A good job after all of them: if nobody answers it, it is lost."""
+        with self.connected() as publish:
+            self.good(publish)
+
     def _next_id(self) -> str:
         self._count += 1
         return f"{self.name}-{self._run_id}-{self._count}"
