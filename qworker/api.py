@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -14,13 +15,14 @@ from qworker.client.client import Client as _Client
 from qworker.client.replies import Reply, ReplyQueue
 from qworker.client.sync import SyncClient as _SyncClient
 from qworker.config import Settings
+from qworker.score.stream import Row, ScoredRow, score_rows
 from qworker.store.blobs import Blobs, open_blobs
 from qworker.telemetry.trace import client_traces
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
-__all__ = ["Client", "Reply", "ReplyQueue", "SyncClient", "client_for", "connector_for"]
+__all__ = ["Client", "Reply", "ReplyQueue", "ScoredRow", "SyncClient", "client_for", "connector_for"]
 
 _CONNECTORS: dict[str, type[FastConnector | AioPikaConnector]] = {
     "fast": FastConnector,
@@ -56,16 +58,17 @@ class Client(_Client):
     ) -> None:
         if bool(url) == (connector is not None):
             raise TypeError("expected Client(url) or Client(connector=...), one of the two")
+        connector = connector or FastConnector(
+            url,
+            username_file=username_file,
+            password_file=password_file,
+            name="qworker-client",
+            max_message_bytes=max_body,
+        )
+        self._connector, self._max_body = connector, max_body
         self._store = blobs if isinstance(blobs, Blobs) else open_blobs(str(blobs) if blobs is not None else None)
         super().__init__(
-            connector
-            or FastConnector(
-                url,
-                username_file=username_file,
-                password_file=password_file,
-                name="qworker-client",
-                max_message_bytes=max_body,
-            ),
+            connector,
             self._store,
             blob_limit=blob_limit,
             traces=client_traces(traces),
@@ -83,6 +86,36 @@ class Client(_Client):
         finally:
             if self._store is not None:
                 self._store.close()
+
+    def score(
+        self,
+        rows: Iterable[Row] | AsyncIterable[Row],
+        *,
+        model: str,
+        batch_rows: int = 1,
+        in_flight: int | None = None,
+        ordered: bool = False,
+        outputs: Sequence[str] = (),
+    ) -> AsyncGenerator[ScoredRow]:
+        """Score rows by the offline lane, out of the way of calls: ``async for row in client.score(rows, model=...)``.
+
+        A row is ``{input: value}`` without the axis that counts rows. ``batch_rows`` of them share a job, for models
+        that take rows together along their first axis. No more rows are taken than are on their way (``in_flight``
+        jobs; found out when left out), so ``rows`` may be endless. Leaving the loop ends it; files that must survive
+        that are for ``qworker score``. It has a connection of its own.
+
+        A row that fails comes with its ``error``. Raises UnknownModel, ModelUnavailable, BrokerError.
+        """
+        return score_rows(
+            self._connector,
+            rows,
+            model,
+            batch_rows=batch_rows,
+            in_flight=in_flight,
+            ordered=ordered,
+            outputs=tuple(outputs),
+            max_body=self._max_body,
+        )
 
 
 class SyncClient(_SyncClient):

@@ -465,7 +465,7 @@ class Courier:
         try:
             await session.declare(self._replies)
             for route in self._routes:
-                await self._declare_lanes(session, route.model)
+                await self._declare_lanes(session, route)
             await session.consume(self._replies.name, self._take, prefetch=1000)
         except BaseException:
             await session.__aexit__(None, None, None)
@@ -473,13 +473,14 @@ class Courier:
         self._session = session
         self._opened.set()
 
-    async def _declare_lanes(self, session: Session, model: str) -> None:
+    async def _declare_lanes(self, session: Session, route: Route) -> None:
         """The batch lane exists from its first use on; who serves a model, or refuses it, consumes both lanes."""
         lanes: tuple[Lane, ...] = ("jobs", "batch")
+        model = route.model
         depths = await session.depths([lane_queue(lane, model) for lane in lanes])
-        missing = [lane for lane, depth in zip(lanes, depths, strict=True) if depth is None]
-        if not missing:
-            return
+        missing: list[Lane] = [lane for lane, depth in zip(lanes, depths, strict=True) if depth is None]
+        if not missing or (route.version is None and "jobs" in missing):
+            return  # a name that nobody has looked up gets no queues; a worker does that if there is such a model
         entities = [entity for lane in missing for entity in lane_topology(lane, model, self._queue_type)]
         try:
             await session.declare(*static_topology(self._queue_type), *entities)
@@ -548,7 +549,7 @@ class Courier:
                     continue
                 depth = await session.depth(lane_queue("batch", route.model))
                 if depth is None:
-                    await self._declare_lanes(session, route.model)
+                    await self._declare_lanes(session, route)
                 elif depth.ready or depth.consumers:
                     continue  # they wait for a worker, or one has them in hand
                 _LOG.warning("%d jobs of %s are nowhere: sent again", len(mine), route.model)
