@@ -5,6 +5,7 @@ Kept by digest: new bytes under an old name start afresh. Pure: times are second
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 FIRST_WAIT = 1.0
@@ -39,6 +40,7 @@ class LoadHistory:
             raise ValueError(f"max_attempts must be at least 1, found {max_attempts}")
         self._max_attempts = max_attempts
         self._failed: dict[str, Quarantine] = {}
+        self._held: dict[str, tuple[float, str]] = {}  # by order: until when, and what jobs are told
 
     def failed(self, digest: str, now: float, *, refuse: bool, reason: str = "") -> Quarantine:
         """A load of ``digest`` failed; ``refuse`` when the bytes are at fault, so that waiting is no use."""
@@ -62,6 +64,27 @@ class LoadHistory:
         """True when jobs of this digest get a failure, unless ``may_try`` says to load it first."""
         quarantine = self._failed.get(digest)
         return quarantine is not None and quarantine.refusing
+
+    def hold(self, model: str, until: float, reason: str) -> None:
+        """An operator's order: ``model`` is not loaded until then, whichever build; its jobs are told ``reason``."""
+        self._held[model] = until, reason
+
+    def held(self, model: str, now: float) -> str | None:
+        """Why ``model`` is not to be loaded by order, or None."""
+        until, reason = self._held.get(model, (now, ""))
+        if now < until:
+            return reason
+        self._held.pop(model, None)
+        return None
+
+    def holds(self, now: float) -> dict[str, tuple[float, str]]:
+        """Models that are held by order: for how many seconds more, and why."""
+        return {model: (until - now, reason) for model, (until, reason) in self._held.items() if until > now}
+
+    def lift(self, model: str, digests: Iterable[str]) -> bool:
+        """Forget what keeps ``model``, and those builds of it, from being loaded; False when nothing did."""
+        lifted = [self._held.pop(model, None), *(self._failed.pop(digest, None) for digest in digests)]
+        return any(each is not None for each in lifted)
 
     def all(self) -> dict[str, Quarantine]:
         """Everything that has failed and not been loaded since, for the operator."""

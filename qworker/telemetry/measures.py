@@ -17,6 +17,7 @@ from typing import Final
 
 from qworker.errors import QworkerError
 from qworker.policy.thrash import REGRET_FACTOR
+from qworker.telemetry.chronicle import Chronicle
 from qworker.telemetry.trace import Traces
 
 SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -122,6 +123,8 @@ class Measures:
     traces: Traces | None = None
     """Of single jobs, where they are wanted. Set before there are any."""
     loop_lag: Histogram = field(default_factory=Histogram)
+    chronicle: Chronicle = field(default_factory=Chronicle)
+    """What happened to models, told to who asks."""
     _left: dict[str, float] = field(default_factory=dict[str, float])
 
     def of(self, model: str) -> ModelMeasures:
@@ -149,10 +152,12 @@ class Measures:
 
     def unloaded(self, model: str) -> None:
         self._left[model] = time.monotonic()
+        self.chronicle.note("unloaded", model)
 
     def loaded(self, model: str, seconds: float) -> None:
         """A load ended that took ``seconds``, the last ones to now."""
         self.loads.observe(seconds)
+        self.chronicle.note("loaded", model, seconds=seconds)
         left = self._left.pop(model, None)
         if left is not None and time.monotonic() - seconds - left <= REGRET_FACTOR * seconds:
             self.reloads += 1

@@ -14,10 +14,14 @@ import msgspec
 from qworker.errors import InvalidInput, QworkerError
 from qworker.wire.codec import body_kind
 from qworker.wire.messages import JSON, MSGPACK
+from qworker.wire.names import check_model_id
 
 MAX_ORDER_BYTES = 64 << 10
 MAX_JOBS = 1_000
 """Jobs that one order may cancel."""
+LONGEST_WATCH = 60.0
+LONGEST_HOLD = 366 * 86_400.0
+MAX_REASON = 500
 
 
 class Order(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -41,6 +45,24 @@ class Cancel(msgspec.Struct, frozen=True):
 
     jobs: list[str]
     model: str | None = None
+
+
+class OfModel(msgspec.Struct, frozen=True):
+    """The arguments of pin, unpin, preload, evict, quarantine, release and why."""
+
+    model: str
+    seconds: float | None = None
+    """For how long a pin or a quarantine holds."""
+    hours: str | None = None
+    """Hours of each day, as ``08:00-18:30`` (UTC), in which a pin holds."""
+    reason: str = ""
+    """What the jobs of a model in quarantine are told."""
+
+
+class Watch(msgspec.Struct, frozen=True):
+    """The arguments of ``watch``: for how long snapshots are wanted."""
+
+    seconds: float = 10.0
 
 
 def encode_order(order: Order, content_type: str = MSGPACK) -> bytes:
@@ -91,3 +113,40 @@ def read_cancel(arguments: Mapping[str, Any]) -> Cancel:
     if len(cancel.jobs) > MAX_JOBS:
         raise InvalidInput(f"an order cancels at most {MAX_JOBS} jobs, this one {len(cancel.jobs)}: send several")
     return cancel
+
+
+def read_of_model(verb: str, arguments: Mapping[str, Any]) -> OfModel:
+    """The arguments of an order about one model. Raises InvalidInput."""
+    try:
+        asked = msgspec.convert(arguments, OfModel)
+    except msgspec.ValidationError as exc:
+        raise InvalidInput(f"{verb} takes model, an id, and perhaps seconds, hours and reason: {exc}") from exc
+    check_model_id(asked.model)
+    if asked.seconds is not None and not 0 < asked.seconds <= LONGEST_HOLD:
+        raise InvalidInput(f"expected seconds above 0 and at most {LONGEST_HOLD:.0f} (a year), found {asked.seconds}")
+    if len(asked.reason) > MAX_REASON:
+        raise InvalidInput(f"a reason has at most {MAX_REASON} characters, this one has {len(asked.reason)}")
+    return asked
+
+
+def read_watch(arguments: Mapping[str, Any]) -> float:
+    """For how many seconds somebody watches. Raises InvalidInput."""
+    try:
+        seconds = msgspec.convert(arguments, Watch).seconds
+    except msgspec.ValidationError as exc:
+        raise InvalidInput(f"watch takes seconds, a number: {exc}") from exc
+    if not 0 < seconds <= LONGEST_WATCH:
+        raise InvalidInput(f"expected seconds above 0 and at most {LONGEST_WATCH:.0f}, found {seconds}")
+    return seconds
+
+
+def encode_snapshot(snapshot: Mapping[str, Any]) -> bytes:
+    return msgspec.msgpack.encode(snapshot)
+
+
+def decode_snapshot(body: bytes) -> dict[str, Any]:
+    """Raises InvalidInput."""
+    try:
+        return msgspec.msgpack.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise InvalidInput("expected a worker's snapshot, a MessagePack map; see schemas/snapshot.json") from exc

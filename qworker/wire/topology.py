@@ -204,6 +204,16 @@ def alive(worker: str) -> str:
     return f"alive.{worker}"
 
 
+def snapshot_of(worker: str) -> str:
+    """The routing key, in ``EVENTS``, of a worker's state, told each second while somebody watches."""
+    return f"snapshot.{worker}"
+
+
+def watch_queue(instance: str) -> str:
+    """The exclusive queue of somebody who watches."""
+    return f"qworker.watch.{instance}"
+
+
 SWEEPING = "sweeping"
 """The routing key, in ``EVENTS``, by which a worker asks whether there is a sweeper: then the message has a queue."""
 

@@ -18,7 +18,8 @@ from qworker.errors import InvalidInput, PublishFailed, QworkerError
 from qworker.wire.codec import reply_kind
 from qworker.wire.control import decode_order, encode_order_reply
 from qworker.wire.names import shown
-from qworker.wire.topology import ANSWERED, CONTROL, EVENTS, Binding, control_queue, order_key, takes_replies
+from qworker.wire.topology import ANSWERED, CONTROL, EVENTS, Binding, alive, control_queue, order_key, takes_replies
+from qworker.worker.peers import is_pulse
 
 log = structlog.get_logger(__name__)
 
@@ -31,11 +32,18 @@ Verb = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 class Control:
     """Carries out orders. ``verbs``: what this worker can be told, by name."""
 
-    def __init__(self, worker: str, verbs: Mapping[str, Verb], heard: Callable[[bytes], None]) -> None:
-        """``heard`` gets the news of jobs that another worker has answered."""
+    def __init__(
+        self,
+        worker: str,
+        verbs: Mapping[str, Verb],
+        heard: Callable[[bytes], None],
+        met: Callable[[str], None],
+    ) -> None:
+        """``heard`` gets the news of jobs that another worker has answered, ``met`` the keys of others' pulses."""
         self._worker = worker
         self._verbs = verbs
         self._heard = heard
+        self._met = met
 
     async def run(self, session: Session) -> None:
         """Obey until the session ends (BrokerUnavailable) or it is cancelled."""
@@ -45,6 +53,7 @@ class Control:
             Binding(CONTROL, queue, order_key("*")),
             Binding(CONTROL, queue, order_key("*", self._worker)),
             Binding(EVENTS, queue, ANSWERED),
+            Binding(EVENTS, queue, alive("#")),
         )
         async with asyncio.TaskGroup() as tasks:
 
@@ -58,7 +67,9 @@ class Control:
                 await consumer.close()
 
     async def _take(self, session: Session, delivery: Delivery) -> None:
-        if delivery.exchange == EVENTS:
+        if is_pulse(delivery.routing_key):
+            self._met(delivery.routing_key)
+        elif delivery.exchange == EVENTS:
             self._heard(delivery.body)
         else:
             await self._obey(session, delivery)

@@ -49,6 +49,8 @@ class Hint:
         self._delivery = delivery
         self.urgency = 0
         """The priority of the job that the hint is a copy of; what may wait behind online jobs is below all."""
+        self.unasked = False
+        """An operator's order: the model is loaded although no job waits for it."""
         if delivery is not None:
             self.urgency = -1 if delivery.exchange == BATCH else delivery.properties.priority or 0
 

@@ -94,7 +94,15 @@ class Loader:
         Raises CorruptModel and LoadFailed (this file will not load), StoreError (it may later), NoRoom,
         ModelTooLarge, Quarantined (``guard`` says that it has ended workers).
         """
+        try:
+            return await self._load(card, urgency, guard)
+        finally:
+            self._counters.measures.chronicle.leave(card.model)
+
+    async def _load(self, card: Card, urgency: int, guard: LoadGuard | None) -> Loaded:
         measures = self._counters.measures
+        stages, expected = measures.chronicle, card.load_seconds
+        stages.enter(card.model, "fetch", expected)
         with measures.stage("fetch"):
             fetching = self._in_thread(lambda: self._store.fetch(card))
             found, why_not = await asyncio.gather(fetching, _check(guard))
@@ -103,16 +111,19 @@ class Loader:
         source, sample = [_source(card, found)], found.sample
         del found  # the file's bytes live in ``source`` alone, and leave it with the load
         nbytes = max(card.resident_bytes, self._measured.get(card.digest, 0))
+        stages.enter(card.model, "room", expected)
         with measures.stage("room"):
             if not await self._zone.room(
                 card.model, nbytes, within=self._claim_timeout, kind=card.backend, urgency=urgency
             ):
                 raise NoRoom(f"{card.model} needs {nbytes} bytes, and they were not free in {self._claim_timeout:g} s")
         asked = self._clock()
+        stages.enter(card.model, "slot", expected)
         try:
             overshoot = max(0, (card.peak_bytes or 0) - nbytes)
             async with self._slots, self._headroom.hold(overshoot):
                 measures.stages["slot"].observe(self._clock() - asked)
+                stages.enter(card.model, "load", expected)
                 if guard is not None:
                     await guard.begin()
                 return await self._load_booked(card, source, sample, nbytes)

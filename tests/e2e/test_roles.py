@@ -117,6 +117,14 @@ def test_an_operator_sees_to_dead_letters(served: PrivateNode) -> None:
     assert job_id not in _qworker("dead", "list", *broker)
 
 
+def test_an_operator_gives_orders(served: PrivateNode) -> None:
+    """And hears the answers, and the events."""
+    broker = ("--broker", url(served, "oscar"), "--json")
+    assert [row["state"] for row in json.loads(_qworker("workers", "ls", *broker))["workers"]] == ["ready"]
+    assert json.loads(_qworker("why", "echo", *broker))["answers"]
+    _allowed(url(served, "oscar"), bind("qworker.watch.x", "qworker.events", "snapshot.#"))
+
+
 def test_an_operator_scores(served: PrivateNode, made_up_store: Path, tmp_path: Path) -> None:
     """Publishes into the batch lane, and reads the answers of its own run."""
     rows = np.arange(30, dtype=np.float32).reshape(10, 3)
@@ -196,6 +204,9 @@ REFUSED: dict[str, tuple[str, Try]] = {
     "alice uses another model in batch": ("alice", publish("qworker.batch", "other")),
     "alice uses a model that begins alike": ("alice", publish("qworker.jobs", "echo2")),
     "alice gives another order": ("alice", publish("qworker.control", "unload.all")),
+    "alice pins a model": ("alice", publish("qworker.control", "pin.all")),
+    "alice drains a worker": ("alice", publish("qworker.control", "drain.worker-0")),
+    "alice watches": ("alice", publish("qworker.control", "watch.all")),
     "alice hears all jobs": ("alice", bind(_REPLIES_ALICE, "qworker.jobs", "#")),
     "alice hears all results": ("alice", bind(_REPLIES_ALICE, "qworker.results", "#")),
     "alice hears dead letters": ("alice", bind(_REPLIES_ALICE, "qworker.dead", "#")),

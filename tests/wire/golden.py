@@ -58,6 +58,7 @@ def cases() -> list[Case]:
         Case("result-nan", _result(np.array([np.nan, 1.0], np.float32))),
         Case("failure", Failure("f", MODEL, "model_unavailable", "the store is away: try again in a minute", True)),
         Case("control-cancel", cancel_order(["7c9e6679", "7c9e667a"], MODEL)),
+        Case("control-pin", Order("pin", {"model": MODEL, "seconds": 3600.0, "hours": "08:00-18:00"})),
     ]
 
 

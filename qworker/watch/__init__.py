@@ -1,0 +1,1 @@
+"""What an operator sees of all workers, and tells them: over the broker alone."""

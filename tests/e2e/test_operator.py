@@ -1,0 +1,132 @@
+"""The operator's commands against two workers on one broker: each is carried out, and a missing answer is told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from qworker.cli.main import app
+from tests.e2e.caller import Caller
+from tests.e2e.fleet import Fleet, WorkerProcess
+from tests.e2e.models import inputs_of
+from tests.support.waiting import wait_until_sync
+
+
+def command(fleet: Fleet, *arguments: str, code: int = 0) -> tuple[str, str]:
+    """Standard output and error of ``qworker``: here, since its start takes longer than what it does."""
+    done = CliRunner().invoke(app, [*arguments, "--broker", fleet.url])
+    assert done.exit_code == code, f"{arguments} ended with {done.exit_code}:\n{done.output}\n{done.exception}"
+    return done.stdout, done.stderr
+
+
+def asked(fleet: Fleet, *arguments: str, code: int = 0) -> Any:
+    return json.loads(command(fleet, *arguments, "--json", code=code)[0])
+
+
+def answers(fleet: Fleet, *arguments: str, code: int = 0) -> dict[str, Any]:
+    """Answer by worker."""
+    told = asked(fleet, *arguments, code=code)
+    return {answer["worker"]: answer for answer in told["answers"]}
+
+
+def test_orders_about_models(fleet: Fleet, caller: Caller) -> None:
+    """Preload, pin, evict, quarantine and release do what they say; ``why`` says it in words."""
+    fleet.start(2, memory="60MiB")
+    cold = asked(fleet, "why", "table-a")
+    assert "table-a is cold" in cold["verdict"], cold["verdict"]
+    assert len(cold["answers"]) == 2
+
+    told = answers(fleet, "models", "preload", "table-a", "--worker", "worker-0")
+    assert told["worker-0"]["claimed"] is True
+    fleet.workers[0].wait_event("model.loaded", model="table-a")
+    wait_until_sync(lambda: fleet.workers[0].is_hot("table-a"), what="table-a is hot")
+    assert "hot on worker-0" in asked(fleet, "why", "table-a")["verdict"]
+    [row] = [row for row in asked(fleet, "models", "ls")["models"] if row["model"] == "table-a"]
+    assert (row["worker"], row["state"]) == ("worker-0", "hot")
+
+    pinned = answers(fleet, "models", "pin", "table-a", "--for", "3600")
+    assert all(answer["pinned"] for answer in pinned.values())
+    assert len(pinned) == 2
+    refused = answers(fleet, "models", "pin", "table-b", code=1)
+    assert {answer["error"]["code"] for answer in refused.values()} == {"model_unavailable"}, "the quota holds"
+    assert "pinned" in answers(fleet, "models", "evict", "table-a", code=1)["worker-0"]["error"]["message"]
+    answers(fleet, "models", "unpin", "table-a")
+    assert answers(fleet, "models", "evict", "table-a")["worker-0"]["leaving"] is True
+    wait_until_sync(lambda: fleet.workers[0].row("table-a") is None, what="table-a has left")
+
+    answers(fleet, "models", "quarantine", "echo", "--reason", "it smells")
+    failed = caller.call("echo", inputs_of("echo", 1))
+    assert failed.code == "model_unavailable"
+    assert "it smells" in failed.message
+    assert "it smells" in asked(fleet, "why", "echo")["verdict"]
+    assert any(answer["released"] for answer in answers(fleet, "models", "release", "echo").values())
+    wait_until_sync(lambda: caller.call("echo", inputs_of("echo", 2)).code == "ok", 30, what="echo is served again")
+    fleet.finish(errors_allowed=["model.refused"])
+
+
+def test_a_worker_is_drained_and_resumed(fleet: Fleet, caller: Caller) -> None:
+    """Its jobs go on to the other one, none is lost; it takes nothing until it is resumed."""
+    fleet.start(2)
+    jobs = [caller.job("roll", inputs_of("roll", k, seconds=0.2)) for k in range(10)]
+    first = fleet.holder("roll")
+    command(fleet, "workers", "drain", first.name)
+    state = first.state()
+    assert (state["models"], state["claims"], state["drained"]) == ([], {}, True)
+    assert first.page("/readyz")[0] == 503
+    assert all(reply.code == "ok" for reply in caller.wait(jobs, 60).values())
+    second = fleet.other(first)
+    states = {row["worker"]: row["state"] for row in asked(fleet, "workers", "ls")["workers"]}
+    assert states[second.name] == "ready"
+    assert "drained" in states[first.name]
+    assert caller.call("echo", inputs_of("echo", 1)).code == "ok"
+    assert not first.is_hot("echo")
+
+    command(fleet, "workers", "drain", second.name)
+    waiting = caller.job("other", inputs_of("other", 1))
+    verdict = asked(fleet, "why", "other")["verdict"]
+    assert "drained" in verdict, verdict
+    command(fleet, "workers", "resume", first.name)
+    assert caller.wait([waiting], 60)[waiting].code == "ok"
+    fleet.finish()
+
+
+def test_a_worker_that_does_not_answer_is_named(fleet: Fleet) -> None:
+    """A stopped process is told from one that has gone, and from a name that nobody has."""
+    fleet.start(2, heartbeat=60)
+    first, second = fleet.workers
+    wait_until_sync(lambda: _know_each_other(first, second), 30, what="each has heard the other's pulse")
+    second.pause()
+    out, complaint = command(fleet, "workers", "ls", "--timeout", "1", code=3)
+    assert "does not answer" in out
+    assert f"{second.name} did not answer within 1 s" in complaint
+    assert asked(fleet, "models", "ls", "--timeout", "1", code=3)["silent"].keys() == {second.name}
+    assert f"{second.name} did not answer" in command(fleet, "why", "echo", "--timeout", "1", code=3)[1]
+    command(fleet, "workers", "show", second.name, "--timeout", "1", code=3)
+    second.resume()
+    wait_until_sync(lambda: len(asked(fleet, "workers", "ls")["workers"]) == 2, what="it answers again")
+
+    second.kill()
+    wait_until_sync(lambda: command_ends_well(fleet), what="who has gone is not waited for")
+    told = json.loads(command(fleet, "workers", "show", second.name, "--json", code=1)[0])
+    assert told["error"]["code"] == "no_worker"
+    assert first.name in told["error"]["message"]
+    fleet.workers.remove(second)
+    fleet.finish()
+
+
+def _know_each_other(first: WorkerProcess, second: WorkerProcess) -> bool:
+    return second.name in first.state()["peers"] and first.name in second.state()["peers"]
+
+
+def command_ends_well(fleet: Fleet) -> bool:
+    return CliRunner().invoke(app, ["workers", "ls", "--timeout", "1", "--broker", fleet.url]).exit_code == 0
+
+
+@pytest.mark.parametrize("arguments", [("workers", "ls"), ("why", "echo"), ("models", "pin", "echo")])
+def test_no_worker_at_all(fleet: Fleet, arguments: tuple[str, ...]) -> None:
+    """Is told as such, at once."""
+    told = json.loads(command(fleet, *arguments, "--json", code=1)[0])
+    assert told["error"]["code"] == "no_worker"
