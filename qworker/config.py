@@ -111,6 +111,11 @@ class Settings(BaseSettings):
     pin_quota: Annotated[float, Field(ge=0, le=1)] = 0.8
     """Share of the budget that pins by an operator's order may keep."""
     max_replicas: Annotated[int, Field(ge=1)] = 1
+    """Workers that may serve one model at once: others join when its backlog grows, and leave when it is gone."""
+    replica_backlog: Seconds = 5.0
+    """Seconds of work in a model's queue above which it asks for one more replica."""
+    replica_linger: SecondsOrZero = 60.0
+    """How long a replica stays whose share the others could carry."""
 
     # --- the GPU ---
     device: Annotated[str, Field(pattern=r"^(all|[0-9]{1,3}|(GPU|MIG)-[0-9A-Za-z/-]+)$")] = "0"

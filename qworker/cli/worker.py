@@ -54,6 +54,8 @@ def worker(
     history: Annotated[str | None, Flag(help="File kept over restarts: what was asked for; auto or off.")] = None,
     warm_start: Annotated[float | None, Flag(help="Part of the budget filled from it at a start; 0: none.")] = None,
     max_replicas: Annotated[int | None, Flag(help="Workers that may serve one model at once.")] = None,
+    replica_backlog: Annotated[float | None, Flag(help="Seconds of backlog that ask for a replica.")] = None,
+    replica_linger: Annotated[float | None, Flag(help="Seconds that a replica stays unneeded.")] = None,
     prefetch: Annotated[int | None, Flag(help="Jobs in hand per model.")] = None,
     threads: Annotated[int | None, Flag(help="Threads that run engines.")] = None,
     intra_op_threads: Annotated[int | None, Flag(help="Threads within one run; 0: as cards advise.")] = None,

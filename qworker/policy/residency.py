@@ -285,6 +285,11 @@ class Residency:
         entry = self._entries.get(model)
         return entry.nbytes if entry is not None and entry.state is not State.WAITING else 0
 
+    def is_coming(self, model: str) -> bool:
+        """Whether a waiting model is the first in line, and enough bytes for it are on their way."""
+        on_the_way = self.free + self._draining_bytes()
+        return self._head() == model and self._entries[model].nbytes <= on_the_way
+
     @property
     def crowded(self) -> bool:
         """Whether somebody waits for bytes."""

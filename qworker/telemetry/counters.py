@@ -17,6 +17,8 @@ class Counters:
     evictions: int = 0
     evicted_bytes: int = 0
     revivals: int = 0
+    replicas_asked: int = 0
+    """Hints that asked others to serve a model too."""
     preloads: int = 0
     """Loads that no job had asked for."""
     hints: int = 0

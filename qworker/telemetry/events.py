@@ -57,6 +57,8 @@ _BROKER: Final = {
 _MODELS: Final = {
     "model.declared": Event("info", "A job came for a model without a queue; it has one now."),
     "model.loaded": Event("info", "Cold to hot: loaded, warm, its bytes booked."),
+    "model.backlog": Event("info", "More waits for it than is done in time: another worker is asked to serve it too."),
+    "model.replica_leaves": Event("info", "The other replicas can carry its share."),
     "model.preloaded": Event("info", "Claimed before any job asks for it, into free bytes; the reason says why."),
     "model.unloaded": Event("info", "Hot to cold; its bytes are back."),
     "model.evicted": Event("info", "Told to leave; the reason names for whom, and why this one."),

@@ -65,6 +65,8 @@ CAUSE_HEADER = "x-qworker-cause"
 ``-requeued`` (how often it was published again), and ``-fingerprint`` where the payload is on record."""
 BACKLOG = "backlog"
 """The reason that asks for one more replica."""
+HOPS_HEADER = "x-qworker-hops"
+"""On such a hint: how many workers that serve the model already have sent it on."""
 
 DELIVERY_LIMIT = 100
 """Deliveries without a settle after which a quorum queue dead-letters by itself: the last resort. It counts jobs

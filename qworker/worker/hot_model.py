@@ -31,7 +31,7 @@ from qworker.policy.claim import Claim, Outcome, Step, advance, force, holds_hin
 from qworker.store.card import Card
 from qworker.wire.topology import BATCH_NEWS, EVENTS, Lane, announcement, claimed, lane_queue, lease_queue
 from qworker.worker.batcher import Batcher
-from qworker.worker.hot_zone import SPARE, wait_at_most
+from qworker.worker.hot_zone import REPLICA, SPARE, wait_at_most
 from qworker.worker.intake import Hint
 from qworker.worker.load_guard import Quarantined, known_as
 from qworker.worker.loader import Loaded, NoRoom
@@ -273,8 +273,7 @@ class HotModel:
         session, well = self._session, False
         guard = parts.guards.of(session, card) if session is not None and session.is_open else None
         try:
-            urgency = -1 if offline else max(0, self._hint.urgency) if self._hint.urgency != SPARE else SPARE
-            loaded = await parts.loader.load(card, urgency=urgency, guard=guard)
+            loaded = await parts.loader.load(card, urgency=self._urgency(offline), guard=guard)
             well = True
         except Quarantined as error:
             return self._refuse(ModelUnavailable(str(error)))
@@ -308,6 +307,14 @@ class HotModel:
                 costly=is_costly(card),
             )
         return Outcome.OK
+
+    def _urgency(self, offline: bool) -> int:
+        """How much its bytes are wanted; see ``HotZone.room``."""
+        if self.claim.backlog:
+            return REPLICA
+        if offline:
+            return -1
+        return SPARE if self._hint.urgency == SPARE else max(0, self._hint.urgency)
 
     async def _hurry_when_called(self) -> None:
         """While a load for offline jobs waits for bytes, look for online ones: they need not be so patient."""
@@ -367,6 +374,25 @@ class HotModel:
         return Outcome.OK
 
     async def _serve(self) -> Outcome:
+        parts = self._parts
+        if parts.max_replicas == 1 or self.claim.refusing:
+            return await self._serve_on()
+        watch = self._jobs.create_task(self._watch_backlog(self._on_session()))
+        try:
+            return await self._serve_on()
+        finally:
+            watch.cancel()
+
+    async def _watch_backlog(self, session: Session) -> None:
+        """Ask for replicas while there is more to do than can be done; go, when this one is needed no more."""
+        parts, loaded = self._parts, self._loaded
+        load_seconds = loaded.load_seconds if loaded is not None else 0.0
+        if await parts.backlog_of(self.model).watch(
+            session, self.claim.slot, load_seconds, lambda: self._server.in_hand
+        ):
+            self._go(forced=False)
+
+    async def _serve_on(self) -> Outcome:
         while True:
             self._stirred.clear()
             if self._leaving:

@@ -19,6 +19,8 @@ Clock = Callable[[], float]
 
 SPARE = -9
 """The urgency of a model that nobody waits for: it gets bytes that are free while nobody waits for any."""
+REPLICA = -5
+"""That of one more replica: it gets bytes that are free, or those of a model that was not called lately."""
 
 
 class Tenant(Protocol):
@@ -72,7 +74,8 @@ class HotZone:
         self._waiting[model] = admitted
         self._obey(self._of(model).want(model, nbytes, self._clock(), urgency=urgency))
         try:
-            await asyncio.wait({admitted}, timeout=within)
+            if urgency != REPLICA or admitted.done() or self._of(model).is_coming(model):
+                await asyncio.wait({admitted}, timeout=within)
         except asyncio.CancelledError:
             self._withdraw(model, admitted)
             raise

@@ -30,6 +30,7 @@ from qworker.wire.topology import (
 )
 from qworker.worker.expired import Expired
 from qworker.worker.registry import Registry
+from qworker.worker.replicas import pass_on
 from qworker.worker.settle import Settler
 
 log = structlog.get_logger(__name__)
@@ -91,7 +92,7 @@ class Intake:
         await self._settler.firewall.book.pay(session)
         async with asyncio.TaskGroup() as tasks:
             hints = await session.consume(
-                ACTIVATION, lambda d: _spawn(tasks, self._on_hint(d)), prefetch=self._load_slots
+                ACTIVATION, lambda d: _spawn(tasks, self._on_hint(session, d)), prefetch=self._load_slots
             )
             strays = await session.consume(
                 UNROUTABLE, lambda d: _spawn(tasks, self._on_stray(session, d)), prefetch=UNROUTABLE_PREFETCH
@@ -106,7 +107,7 @@ class Intake:
                 await strays.close()
                 await late.close()
 
-    async def _on_hint(self, delivery: Delivery) -> None:
+    async def _on_hint(self, session: Session, delivery: Delivery) -> None:
         model, hint = delivery.routing_key, Hint(delivery)
         self._counters.hints += 1
         self._registry.saw(model)
@@ -115,6 +116,8 @@ class Intake:
         backlog = delivery.properties.headers.get(REASON_HEADER) == BACKLOG
         if not self._claim(model, backlog, hint):
             self._counters.hints_stale += 1
+            if backlog:
+                await pass_on(session, delivery)
             await hint.done()
 
     async def _on_expired(self, session: Session, delivery: Delivery) -> None:

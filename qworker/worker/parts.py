@@ -16,6 +16,7 @@ from qworker.worker.load_guard import LoadGuards
 from qworker.worker.loader import Loader
 from qworker.worker.offline import OfflineThreads
 from qworker.worker.registry import Registry
+from qworker.worker.replicas import Backlog
 from qworker.worker.sessions import Sessions
 from qworker.worker.settle import Settler
 from qworker.worker.subscriptions import AckTimeout
@@ -43,6 +44,7 @@ class Parts:
     threads: int
     max_queue_delay: float
     max_replicas: int
+    backlog_of: Callable[[str], Backlog]
     reclaim_until: Callable[[Session | None], float]
     """Until when the lease of a loaded model is asked for, after this session was lost: a connection that broke in
     silence holds it until the broker misses its heartbeats. After that, another worker has it."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import structlog
@@ -49,6 +50,7 @@ from qworker.worker.parts import Parts
 from qworker.worker.peers import Peers
 from qworker.worker.pulse import PULSE_SECONDS, Pulse
 from qworker.worker.registry import Registry
+from qworker.worker.replicas import Backlog
 from qworker.worker.sessions import Sessions
 from qworker.worker.settle import Settler
 from qworker.worker.snapshot import snapshot
@@ -159,6 +161,14 @@ class Worker:
             threads=settings.threads,
             max_queue_delay=settings.max_queue_delay,
             max_replicas=settings.max_replicas,
+            backlog_of=partial(
+                Backlog,
+                counters=self.counters,
+                clock=clock,
+                slots=settings.max_replicas,
+                target=settings.replica_backlog,
+                linger=settings.replica_linger,
+            ),
             reclaim_until=self._ghost_is_gone_by,
         )
         self._duty, self._peers = Duty(), Peers(settings.name, clock)
