@@ -19,7 +19,7 @@ from rich.table import Table
 from qworker.api import connector_for
 from qworker.config import Settings, load_settings
 from qworker.errors import ConfigError, QworkerError
-from qworker.score.courier import Tally
+from qworker.score.cargo import Tally
 from qworker.score.prepare import Ask
 from qworker.score.run import Progress, Summary, score_file
 from qworker.store.local import LocalStore

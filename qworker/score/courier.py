@@ -12,9 +12,8 @@ import random
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 from qworker.broker.base import Connector, Delivery, MessageTooLarge, Properties, Session
 from qworker.errors import (
@@ -26,15 +25,16 @@ from qworker.errors import (
     ModelUnavailable,
     PublishFailed,
     QworkerError,
+    ResultTooLarge,
     TopologyMismatch,
     UnknownModel,
 )
 from qworker.policy.flow import Window
 from qworker.policy.offline import PAUSES, After, after_failure, pieces
-from qworker.score.mapping import Plan
-from qworker.score.parts import Part
+from qworker.score.cargo import Answer, Piece, Route, Tally
 from qworker.wire.codec import decode_reply, encode_job
 from qworker.wire.messages import MSGPACK, Failure, Job, Result
+from qworker.wire.reference import Referenced
 from qworker.wire.topology import (
     BATCH,
     PUBLISHED_HEADER,
@@ -53,58 +53,6 @@ STALL_SECONDS = 30.0
 """Without any answer for so long, the broker is asked whether it still has the jobs."""
 QUIET_SECONDS = 0.5
 FLYING_BYTES = 64 << 20
-REPLY_QUEUE_DAYS = 7
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One model of a run, and what its jobs say."""
-
-    model: str
-    plan: Plan
-    version: str | None = None
-    """What answers must come from; None: anything."""
-    outputs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A stretch of a part's rows, on its way as one job."""
-
-    route: int
-    part: Part
-    lo: int
-    hi: int
-    tries: int = 1
-
-    @property
-    def key(self) -> str:
-        """What its answers are known by, whichever try they are of."""
-        return f"{self.route}.{self.part.number}.{self.lo}.{self.hi}"
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The end of a piece: its result, or why its only row has none."""
-
-    piece: Piece
-    result: Result | None
-    body: bytes
-    failure: Failure | None
-    delivery: Delivery | None
-
-
-@dataclass(slots=True)
-class Tally:
-    """What one model has cost so far."""
-
-    rows: int = 0
-    failed: int = 0
-    jobs: int = 0
-    retries: int = 0
-    run_seconds: float = 0.0
-    load_seconds: dict[float, float] = field(default_factory=dict[float, float])
-    """By their own value: all jobs that waited for one load tell the same."""
 
 
 @dataclass(slots=True)
@@ -113,19 +61,6 @@ class _Flight:
     sent: float
     nbytes: int
     confirmed: bool = False
-
-
-def reply_queue(run: str) -> Queue:
-    """The durable queue of a run's answers: it outlives its client, though not for ever."""
-    arguments = {"x-queue-type": "quorum", "x-expires": REPLY_QUEUE_DAYS * 86_400_000}
-    return Queue(f"qworker.score.{run}", arguments=arguments)
-
-
-def own_reply_queue(run: str) -> Queue:
-    """A queue that goes with its connection, for answers that nobody will resume."""
-    return Queue(
-        f"qworker.score.{run}", durable=False, exclusive=True, auto_delete=True, arguments={"x-queue-type": "classic"}
-    )
 
 
 class Courier:
@@ -370,6 +305,10 @@ class Courier:
             return
         try:
             outcome = decode_reply(delivery.body, delivery.properties.content_type)
+        except Referenced:  # a smaller job's result fits into a message
+            outcome = Failure(
+                "", "", ResultTooLarge.code, "the row's result travels beside its message, and is not read: use `call`"
+            )
         except InvalidInput as exc:
             outcome = Failure("", "", exc.code, f"the reply is none: {exc}")
         if isinstance(outcome, Failure):
@@ -566,8 +505,3 @@ def _stopped(model: str, failure: Failure) -> QworkerError:
     if failure.code == ModelUnavailable.code:
         return ModelUnavailable(f"{model} cannot be loaded by the workers: {failure.message}")
     return failure.error()
-
-
-def acknowledge(answers: Sequence[Answer]) -> list[Any]:
-    """Acknowledge answers that are safe; what could not be done at once is returned to be awaited."""
-    return [a.delivery.ack() for a in answers if a.delivery is not None and not a.delivery.ack_soon()]

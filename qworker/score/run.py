@@ -21,7 +21,8 @@ from qworker.policy.flow import Window
 from qworker.policy.offline import Group, turns
 from qworker.score.arrow import pyarrow
 from qworker.score.assemble import Answers, assemble, write_errors
-from qworker.score.courier import Answer, Courier, Piece, Route, Tally, acknowledge, reply_queue
+from qworker.score.cargo import Answer, Piece, Route, Tally, acknowledge, reply_queue
+from qworker.score.courier import Courier
 from qworker.score.feed import Feed
 from qworker.score.journal import Failed, Journal, RecordHead, packed_rows
 from qworker.score.parts import Part, Refused

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from qworker.broker.base import Connector
 from qworker.errors import InvalidInput, QworkerError, RowRefused
 from qworker.policy.flow import Window
-from qworker.score.courier import Answer, Courier, Piece, Route, own_reply_queue
+from qworker.score.cargo import Answer, Piece, Route, own_reply_queue
+from qworker.score.courier import Courier
 from qworker.score.mapping import Binding, Plan
 from qworker.score.parts import Part
 from qworker.score.tables import by_row

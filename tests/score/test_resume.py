@@ -39,6 +39,7 @@ def kill_when_it_has(process: subprocess.Popen[str], journal: Path, nbytes: int)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("ordered", [False, True])
 def test_the_client_is_killed_again_and_again(fleet: Fleet, scoring: Scoring, tmp_path: Path, ordered: bool) -> None:
     """Ten times at random points of its life: little is computed twice, the output is that of a quiet run."""
@@ -93,10 +94,11 @@ def test_killed_while_the_output_is_written(fleet: Fleet, scoring: Scoring, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_workers_are_killed_again_and_again(fleet: Fleet, scoring: Scoring, tmp_path: Path) -> None:
-    """Ten of them, one after another, while rows are scored: every row is there once."""
+    """Twenty of them, one after another, while rows are scored: every row is there once."""
     fleet.start(2)
-    count, kills = 4000, 10
+    count, kills = 8000, 20
     write_rows(tmp_path / "in.parquet", count)
     process = scoring.start("-i", "in.parquet", "-o", "out.parquet", "-m", "echo", "--batch-rows", 2, "--in-flight", 4)
     journal, chance = journal_of(tmp_path, "out.parquet"), random.Random(7)
@@ -110,7 +112,7 @@ def test_workers_are_killed_again_and_again(fleet: Fleet, scoring: Scoring, tmp_
         victim = chance.choice(fleet.live())
         fleet.start(1, wait=number % 3 == 0)
         victim.kill()
-    ended = scoring.ended(process, 120)
+    ended = scoring.ended(process, 110)
     assert ended.code == 0, ended
     check_rows(read(tmp_path / "out.parquet"), count)
     fleet.stop()
