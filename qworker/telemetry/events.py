@@ -34,6 +34,10 @@ _WORKER: Final = {
     "history.corrupt": Event("warning", "The history file is damaged: the worker starts without one."),
     "history.unreadable": Event("warning", "The history file cannot be read: the worker starts without one."),
     "history.unwritable": Event("warning", "The history cannot be kept; told once."),
+    "history.replayed": Event("info", "What the fleet was asked for is known from its stream."),
+    "history.replay_cut_short": Event("warning", "The fleet's history is long, or the broker slow: a part was read."),
+    "history.no_stream": Event("info", "The broker has no streams: each worker knows what it has seen itself."),
+    "history.not_sent": Event("info", "Some minutes could not be told to the fleet."),
     "warm_start.done": Event("info", "Free bytes were filled with what the history says is dearest."),
     "memory.limited": Event("warning", "The budget asked for is more than the device has; it got less."),
 }
@@ -52,6 +56,7 @@ _BROKER: Final = {
     "news.lost": Event("debug", "The news of a claim did not reach the sweeper; it finds out by itself."),
     "sweeper.elected": Event("info", "This worker looks at all queues from now on."),
     "sweeper.wake": Event("info", "A queue with jobs and no consumer: somebody is woken."),
+    "wake.unsent": Event("info", "The broker did not take a hint; the next sweep finds the jobs."),
 }
 
 _MODELS: Final = {
@@ -74,6 +79,7 @@ _MODELS: Final = {
     "model.on_onnx": Event("info", "No plan of it suits this device: it runs on ONNX."),
     "model.outlasts_consumer_timeout": Event("error", "A run takes longer than the broker lets a job be in hand."),
     "card.skipped": Event("debug", "A build's card cannot be read; the others count."),
+    "stray.unsent": Event("warning", "A job could not be sent on to the queue made for it; it stays in hand."),
     "store.unreadable": Event("warning", "The store cannot be read now; the last list of models holds."),
     "blobs.expired": Event("info", "Old blobs were deleted from the blob store."),
     "blobs.not_sent": Event("warning", "A result could not be put into the blob store."),

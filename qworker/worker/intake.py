@@ -8,13 +8,14 @@ returns the hint to the others at once.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
 
 from qworker.broker.base import Delivery, Session
-from qworker.errors import DeadlineExceeded, InvalidInput, StoreError, UnknownModel, Unroutable
+from qworker.errors import DeadlineExceeded, InvalidInput, PublishFailed, StoreError, UnknownModel, Unroutable
 from qworker.telemetry.counters import Counters
 from qworker.wire.names import check_model_id, shown
 from qworker.wire.topology import (
@@ -38,6 +39,10 @@ log = structlog.get_logger(__name__)
 UNROUTABLE_PREFETCH = 16
 EXPIRED_PREFETCH = 64
 STORE_PAUSE = 1.0
+QUEUE_YOUTH = 2.0
+"""Seconds. When RabbitMQ stops, it forgets quorum queues younger than about one, with the jobs that it confirmed. So
+nothing is bound to a new queue before."""
+STRAYS_LINGER = 30.0
 
 Claim = Callable[[str, bool, "Hint"], bool]
 """Start claiming a model (for a replica, when the flag is set); False when the hint is of no use here."""
@@ -86,6 +91,7 @@ class Intake:
         self._counters = counters
         self._load_slots = load_slots
         self._queue_type: QueueType = queue_type
+        self._opens: dict[tuple[Lane, str], float] = {}  # when a new queue may take jobs, by the loop's clock
 
     async def run(self, session: Session) -> None:
         """Take hints and unroutable jobs until cancelled. What is in hand stays in hand."""
@@ -146,16 +152,44 @@ class Intake:
             await self._refuse(session, delivery, why)
             return
         lane: Lane = "batch" if delivery.exchange == BATCH else "jobs"
-        await session.declare(*lane_topology(lane, model, self._queue_type))
-        if lane == "batch":
-            self._registry.has_batch_lane(model)
-        try:
-            await session.publish(delivery.exchange, model, delivery.body, delivery.properties, mandatory=True)
-        except Unroutable:
+        await self._open_lane(session, lane, model)
+        if not await self._send_on(session, delivery):
             await delivery.give_back()  # deleted again in between: it comes back here by itself
             return
         log.info("model.declared", model=model, lane=lane)
         await delivery.ack()
+
+    async def _open_lane(self, session: Session, lane: Lane, model: str) -> None:
+        """Declare a model's queue, and let jobs into it once it is old enough to keep them."""
+        queue, *bindings = lane_topology(lane, model, self._queue_type)
+        await session.declare(queue)
+        if lane == "batch":
+            self._registry.has_batch_lane(model)
+        if self._queue_type == "quorum":
+            now = asyncio.get_running_loop().time()
+            opens = self._opens.get((lane, model), -math.inf)
+            if now > opens + STRAYS_LINGER:  # then it was not that queue's youth that had this job stray
+                opens = self._opens[lane, model] = now + QUEUE_YOUTH
+            await asyncio.sleep(max(0.0, opens - now))
+        await session.declare(*bindings)
+
+    async def _send_on(self, session: Session, delivery: Delivery) -> bool:
+        """Publish a stray again; False when it has still no queue to go to.
+
+        A queue that was just made may not be able to take it yet. Until it is, the job stays in hand.
+        """
+        while True:
+            try:
+                await session.publish(
+                    delivery.exchange, delivery.routing_key, delivery.body, delivery.properties, mandatory=True
+                )
+            except Unroutable:
+                return False
+            except PublishFailed as error:
+                log.warning("stray.unsent", model=delivery.routing_key, reason=str(error))
+                await asyncio.sleep(STORE_PAUSE)
+            else:
+                return True
 
     async def _knows(self, model: str) -> bool:
         """Whether the store has ``model``; while the store is away nobody can tell, and the job stays in hand.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import structlog
 
 from qworker.broker.base import Delivery, Properties, Session
-from qworker.errors import Unroutable
+from qworker.errors import PublishFailed, Unroutable
 from qworker.policy.sweep import Schedule, Sweep
 from qworker.telemetry.counters import Counters
 from qworker.wire.topology import (
@@ -37,8 +37,12 @@ SETTLE_SECONDS = 3.0
 
 
 async def wake(session: Session, model: str, reason: str) -> None:
-    """Publish a hint without a job: somebody should claim ``model``."""
-    await session.publish(COLD, model, b"", Properties(headers={REASON_HEADER: reason}))
+    """Publish a hint without a job: somebody should claim ``model``. One that is not taken does no harm: the next
+    sweep finds the jobs."""
+    try:
+        await session.publish(COLD, model, b"", Properties(headers={REASON_HEADER: reason}))
+    except PublishFailed as error:
+        log.info("wake.unsent", model=model, reason=str(error))
 
 
 BATCH_PROBES = 16

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from qworker.broker.node import PrivateNode
 from qworker.store.local import LocalStore
 from qworker.telemetry.counters import Counters
 from qworker.wire.topology import lane_queue, lane_topology, static_topology
 from qworker.worker.registry import Registry
 from qworker.worker.subscriptions import AckTimeout, Subscriptions
+from tests.e2e.caller import Caller
+from tests.e2e.conftest import made_up_store
+from tests.e2e.fleet import Fleet
+from tests.e2e.models import answer_of, copy_store, inputs_of
 from tests.support.broker import CONNECTORS, Inbox, fill
 from tests.support.waiting import wait_until
 
+__all__ = ["made_up_store"]
 
-class _Server:
-    """As much of a server as its consumers need."""
+
+class _Lanes:
+    """As much of a server, and of an offline lane, as consumers need."""
 
     def __init__(self) -> None:
         self.inbox = Inbox()
         self.in_hand = 0
         self.window = 0
+        self.server = self
 
     def taker(self, _: object) -> object:
         return self.inbox.take
@@ -30,9 +41,10 @@ class _Server:
 
 async def test_a_model_that_is_refused_answers_a_batch_lane_that_became_known(amqp_url: str, tmp_path: Path) -> None:
     """The batch lane was found while its model refused jobs: nobody consumed it, and the claim never ended."""
-    registry, server = Registry(LocalStore(tmp_path), lambda: 0.0), _Server()
+    registry, server = Registry(LocalStore(tmp_path), lambda: 0.0), _Lanes()
     consumers = Subscriptions(
         "echo",
+        server,  # pyright: ignore[reportArgumentType]
         server,  # pyright: ignore[reportArgumentType]
         registry,
         Counters(),
@@ -50,3 +62,31 @@ async def test_a_model_that_is_refused_answers_a_batch_lane_that_became_known(am
         await consumers.mend(session, None, look=False)
         await wait_until(lambda: server.inbox.bodies == [b"patient"], what="the job of the batch lane came")
         await server.inbox.deliveries[0].ack()
+
+
+@pytest.fixture
+def lonely(own_node: PrivateNode, made_up_store: Path, tmp_path: Path) -> Iterator[Fleet]:
+    """A fleet on a broker that the test may kill."""
+    fleet = Fleet(own_node.url, copy_store(made_up_store, tmp_path / "store"), tmp_path / "workers")
+    yield fleet
+    fleet.stop()
+
+
+@pytest.mark.chaos
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_first_job_of_a_batch_lane_outlives_the_broker(lonely: Fleet, own_node: PrivateNode) -> None:
+    """The lane's queue is made for its first job, and RabbitMQ loses what a queue of less than a second holds."""
+    with Caller(own_node.url, "replies-that-survive", durable=True, listen=False) as caller:
+        lonely.start(1)
+        (worker,) = lonely.workers
+        jobs = {caller.job("table-a", inputs_of("table-a", k), exchange="qworker.batch"): k for k in range(5)}
+        worker.wait_event("model.declared", model="table-a", lane="batch")
+    worker.kill()
+    own_node.kill()
+    own_node.start()
+    lonely.start(1)
+    with Caller(own_node.url, "replies-that-survive", durable=True) as caller:
+        for job_id, reply in caller.wait(jobs, 60).items():
+            assert (reply.y == answer_of("table-a", inputs_of("table-a", jobs[job_id]))).all()
+    lonely.finish()
