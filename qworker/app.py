@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, Literal
 
 import structlog
@@ -16,6 +17,7 @@ from qworker import __version__
 from qworker.api import blobs_of, connector_for
 from qworker.app_backends import Backends, open_backends
 from qworker.broker.reference.session import AioPikaConnector
+from qworker.build.rehearse import Rehearsal
 from qworker.config import Settings
 from qworker.errors import ConfigError
 from qworker.telemetry.exposition import Exposition
@@ -36,7 +38,9 @@ async def run_worker(settings: Settings) -> None:
     backends = await asyncio.to_thread(open_backends, settings)
     connector = connector_for(settings, settings.name)
     blobs = blobs_of(settings, memory=int(settings.blob_memory))
-    worker = Worker(settings, connector, backends.store, backends.backend, backends.budgets, blobs)
+    rehearsal = Rehearsal(Path(settings.store), settings.intra_op_threads, settings.load_timeout)
+    rehearse = rehearsal if settings.rehearse_loads else None
+    worker = Worker(settings, connector, backends.store, backends.backend, backends.budgets, blobs, rehearse)
     traces = worker.counters.measures.traces = worker_traces(settings.traces, settings.name)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):

@@ -98,6 +98,9 @@ class Settings(BaseSettings):
     load_headroom: PositiveSize = ByteSize(256 * _MIB)
     """What loads in progress may take together beyond the budget; one that needs more runs alone."""
     load_timeout: Seconds = 300.0
+    rehearse_loads: bool = False
+    """Load each ONNX build in a child process before its first load here: one that crashes or fails there is refused,
+    and this worker lives. For models of strangers; costs half a second and more, once a build."""
     claim_timeout: Seconds = 120.0
     """How long a claim waits for bytes before it gives its lease back."""
     eviction: Literal["gdsf", "rate", "lru", "s3fifo"] = "gdsf"

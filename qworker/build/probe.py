@@ -100,7 +100,7 @@ def probe(request: Request, *, timeout: float) -> Probed:
         raise ModelRefused(_ended_by(-child.returncode, child.stderr))
     answer = _answer(child.stdout)
     if answer is None:
-        raise ModelRefused(f"the probe ended with status {child.returncode}: {_last_lines(child.stderr)}")
+        raise ModelRefused(f"the probe ended with status {child.returncode}: {last_lines(child.stderr)}")
     if "refused" in answer:
         raise ModelRefused(str(answer["refused"]))
     return _probed(answer)
@@ -116,10 +116,10 @@ def _ended_by(number: int, stderr: str) -> str:
             "the process that loaded the model was killed (SIGKILL), as the system does when memory runs out: "
             "register it on a machine, or in a container, with more memory"
         )
-    return f"onnxruntime crashed on this model ({name}), {_last_lines(stderr)}: it cannot be served"
+    return f"onnxruntime crashed on this model ({name}), {last_lines(stderr)}: it cannot be served"
 
 
-def _last_lines(stderr: str) -> str:
+def last_lines(stderr: str) -> str:
     lines = [line for line in stderr.splitlines() if line.strip()]
     return " / ".join(lines[-_STDERR_LINES:]) or "without a word"
 
@@ -153,7 +153,7 @@ def _probed(answer: Mapping[str, Any]) -> Probed:
 
 def main() -> None:
     """The child: one request from stdin, one answer to what was stdout."""
-    _be_first_to_die()
+    be_first_to_die()
     request = Request(**json.loads(sys.stdin.read()))
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
@@ -274,7 +274,7 @@ def _settle_library(backend: Any) -> None:
     backend.trim()
 
 
-def _be_first_to_die() -> None:
+def be_first_to_die() -> None:
     """With the parent, so that nothing still loads for minutes after it; and before it, when memory runs out."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,13 @@ from qworker.store.card import Card
 from qworker.telemetry.counters import Counters
 from qworker.worker.headroom import Headroom
 from qworker.worker.hot_zone import Clock, HotZone
-from qworker.worker.load_guard import LoadGuard, Quarantined
+from qworker.worker.load_guard import LoadGuard, Quarantined, known_as
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
+
+Rehearse = Callable[[Card], Awaitable[None]]
+"""Loads a build elsewhere. Raises LoadFailed for one that had better not be loaded here, StoreError."""
 
 GROWTH_TOLERANCE, GROWTH_SLACK = 1.25, 32 << 20
 """A measured size within this factor and these bytes of the card's is noise: the worker's own traffic, and
@@ -66,7 +69,9 @@ class Loader:
         *,
         claim_timeout: float,
         load_timeout: float,
+        rehearse: Rehearse | None = None,
     ) -> None:
+        """``rehearse``: to be called before the first load of a build here."""
         self._store = store
         self._backends: Mapping[str, Backend] = backend if isinstance(backend, Mapping) else {}
         self._only = None if isinstance(backend, Mapping) else backend
@@ -78,6 +83,8 @@ class Loader:
         self._clock = clock
         self._claim_timeout = claim_timeout
         self._load_timeout = load_timeout
+        self._rehearse = rehearse
+        self._rehearsed: set[str] = set()  # builds that did well there, by ``known_as``
         self._measured: dict[str, int] = {}  # by digest: what a load here took, where the card said less
         self._in_progress = 0
 
@@ -124,6 +131,9 @@ class Loader:
             async with self._slots, self._headroom.hold(overshoot):
                 measures.stages["slot"].observe(self._clock() - asked)
                 stages.enter(card.model, "load", expected)
+                if self._rehearse is not None and known_as(card) not in self._rehearsed:
+                    await self._rehearse(card)  # it takes about what is booked for the load
+                    self._rehearsed.add(known_as(card))
                 if guard is not None:
                     await guard.begin()
                 return await self._load_booked(card, source, sample, nbytes)

@@ -43,7 +43,7 @@ from qworker.worker.hot_zone import HotZone
 from qworker.worker.intake import Hint, Intake
 from qworker.worker.keeper import Keeper
 from qworker.worker.load_guard import LoadGuards
-from qworker.worker.loader import Loader
+from qworker.worker.loader import Loader, Rehearse
 from qworker.worker.offline import OfflineThreads
 from qworker.worker.orders import Orders
 from qworker.worker.parts import Parts
@@ -84,10 +84,11 @@ class Worker:
         backend: Backend | Mapping[str, Backend],
         budgets: Mapping[str, int] | None = None,
         blobs: BlobStore | None = None,
+        rehearse: Rehearse | None = None,
     ) -> None:
         """``budgets``: bytes by backend, where the backends' memories differ; else all share ``settings.memory``.
 
-        ``blobs``: for tensors that travel beside their messages.
+        ``blobs``: for tensors that travel beside their messages. ``rehearse``: see ``Loader``.
         """
         self._settings = settings
         self.counters = Counters()
@@ -144,6 +145,7 @@ class Worker:
                 clock,
                 claim_timeout=settings.claim_timeout,
                 load_timeout=settings.load_timeout,
+                rehearse=rehearse,
             ),
             guards=LoadGuards(settler.firewall.book, self.counters),
             sessions=self._sessions,

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import pika
 import pytest
 import typer
 from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 from qworker.cli import models
-from qworker.wire.topology import DEAD
+from qworker.store.card import Card
+from qworker.wire.topology import DEAD, strike_queue
+from qworker.worker.load_guard import load_mark
+from qworker.worker.strikes import AT, KIND, WORKER, Strike
 from tests.e2e.caller import Caller, Reply
 from tests.e2e.fleet import Fleet
 from tests.e2e.models import put
@@ -70,6 +75,14 @@ def shown(fleet: Fleet, model: str) -> dict[str, Any]:
     return json.loads(CliRunner().invoke(app, wanted).stdout)
 
 
+def ended_elsewhere(caller: Caller, build: Card, workers: int) -> None:
+    """Put on record that loads of ``build`` have ended more workers, just now: its next load is long off."""
+    said = {KIND: Strike.BEGUN.value, WORKER: "elsewhere", AT: int(time.time() * 1000)}
+    for _ in range(workers):
+        queue = strike_queue(load_mark(build)).name
+        caller.channel.basic_publish("", queue, b"", pika.BasicProperties(headers=said), mandatory=True)
+
+
 def test_job_that_ends_its_workers(fleet: Fleet, caller: Caller, queue_type: str) -> None:
     """It ends one worker beside others, two more alone, and then it is dead-lettered. Its neighbours are answered."""
     fleet.start(2, queue_type=queue_type)
@@ -122,11 +135,14 @@ def test_a_new_worker_knows_the_payload(fleet: Fleet, caller: Caller) -> None:
 
 
 def test_model_that_ends_its_workers_when_it_loads(fleet: Fleet, caller: Caller, tmp_path: Path) -> None:
-    """Two workers, not all of them: then its jobs are answered with the reason, also by workers that start later."""
-    put(fleet.store, "deadly", identity())
+    """Two workers, not all of them: then its jobs are answered with the reason, also by workers that start later.
+
+    Four are there from the start: on a slow machine, one that has yet to start finds the first wait over.
+    """
+    build = put(fleet.store, "deadly", identity())
     switch = tmp_path / "switch"
     switch.touch()
-    fleet.start(2)
+    fleet.start(4)
     jobs = [caller.job("deadly", filled(k)) for k in range(3)]
     replies = answers(fleet, caller, jobs, (2, 2))
     assert {reply.code for reply in replies.values()} == {"model_unavailable"}
@@ -134,12 +150,15 @@ def test_model_that_ends_its_workers_when_it_loads(fleet: Fleet, caller: Caller,
     (held,) = [entry for worker in fleet.live() for entry in worker.state()["quarantined"]]
     assert held["model"] == "deadly"
     assert "out of memory" in held["reason"]
-    assert "ended 2 workers" in shown(fleet, "deadly")["quarantine"]
+    ended_elsewhere(caller, build, 3)
+    assert "ended 5 workers" in shown(fleet, "deadly")["quarantine"]
     assert shown(fleet, "echo")["quarantine"] == ""
     fleet.finish(errors_allowed={"model.refused"})
     fleet.workers.clear()
     fleet.start(1)
-    assert caller.call("deadly", filled(1)).code == "model_unavailable"
+    refused = caller.call("deadly", filled(1))
+    assert refused.code == "model_unavailable"
+    assert "ended 5 workers" in refused.message
     assert caller.call("echo", filled(1)).code == "ok"
     switch.unlink()
     mended = onnx.load_from_string(identity())
@@ -147,3 +166,21 @@ def test_model_that_ends_its_workers_when_it_loads(fleet: Fleet, caller: Caller,
     put(fleet.store, "deadly", mended.SerializeToString())  # other bytes are not in quarantine
     wait_until_sync(lambda: caller.call("deadly", filled(1)).code == "ok", 30, what="the new version is served")
     fleet.finish(errors_allowed={"model.refused"})
+
+
+def test_model_whose_rehearsal_ends_its_process(fleet: Fleet, caller: Caller, tmp_path: Path) -> None:
+    """Loads are rehearsed: the worker lives, says why the model is refused, and loads it once it is mended."""
+    put(fleet.store, "deadly", identity())
+    switch = tmp_path / "switch"
+    switch.touch()
+    fleet.environment["QWORKER_REHEARSE_LOADS"] = "1"
+    fleet.start(1)
+    (worker,) = fleet.workers
+    refused = caller.call("deadly", filled(1))
+    assert (refused.code, worker.alive) == ("model_unavailable", True)
+    assert "SIGKILL" in refused.message
+    assert "SIGKILL" in worker.state()["quarantined"][0]["reason"]
+    assert (caller.call("echo", filled(2)).y == 2).all()
+    switch.unlink()
+    wait_until_sync(lambda: caller.call("deadly", filled(3)).code == "ok", 30, what="it is tried again by itself")
+    fleet.finish(errors_allowed={"model.load_failed", "model.refused"})

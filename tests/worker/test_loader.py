@@ -15,12 +15,13 @@ from qworker.engine.onnx import OnnxBackend
 from qworker.errors import CorruptModel, InvalidInput, LoadFailed, ModelNotFound, ModelTooLarge
 from qworker.policy.eviction import Lru
 from qworker.policy.residency import Residency
+from qworker.store.card import Card
 from qworker.store.local import LocalStore
 from qworker.telemetry.counters import Counters
 from qworker.wire.datatypes import tensor
 from qworker.worker.headroom import Headroom
 from qworker.worker.hot_zone import HotZone
-from qworker.worker.loader import Loader, NoRoom
+from qworker.worker.loader import Loader, NoRoom, Rehearse
 from tests.e2e.models import copy_store, model_file, put, replace
 from tests.support.models import missing_op
 from tests.support.waiting import wait_until
@@ -42,7 +43,7 @@ class Workshop:
         self.slots = asyncio.Semaphore(1)
         self._backend, self._threads, self._clock = backend, threads, loop.time
 
-    def loader(self, claim_timeout: float = 5.0, load_timeout: float = 5.0) -> Loader:
+    def loader(self, claim_timeout: float = 5.0, load_timeout: float = 5.0, rehearse: Rehearse | None = None) -> Loader:
         return Loader(
             self.store,
             self._backend,
@@ -54,6 +55,7 @@ class Workshop:
             self._clock,
             claim_timeout=claim_timeout,
             load_timeout=load_timeout,
+            rehearse=rehearse,
         )
 
 
@@ -253,3 +255,25 @@ async def hold(shop: Workshop, what: str, holding: asyncio.Event) -> None:
         finally:
             shop.zone.gone("busy")
     holding.set()
+
+
+async def test_a_build_is_rehearsed_once_before_it_is_loaded(shop: Workshop, backend: BackendDouble) -> None:
+    """What fails there is not loaded here and holds no byte; what did well is not rehearsed again."""
+    verdicts: list[LoadFailed | None] = [LoadFailed("it ended its process"), None]
+    held: list[int] = []
+
+    async def rehearse(card: Card) -> None:
+        held.append(shop.zone.held)
+        verdict = verdicts.pop(0)
+        if verdict is not None:
+            raise verdict
+
+    loader, card = shop.loader(rehearse=rehearse), shop.store.card("a")
+    with pytest.raises(LoadFailed, match="it ended its process"):
+        await loader.load(card)
+    assert (shop.zone.held, backend.engines) == (0, [])
+    for _ in range(2):
+        loaded = await loader.load(card)
+        await loader.unload(card, loaded.engine)
+    assert held == [SIZE, SIZE]
+    assert len(backend.engines) == 2
