@@ -24,6 +24,7 @@ from tests.support.waiting import wait_until
 
 Tell = Callable[[str], None]
 LAST_ANSWERS_SECONDS = 90.0
+QUEUE_YOUTH = 2.5
 MOST_WORKERS = {"cycles": 1, "malformed": 1, "evictions": 2}
 MALFORMED_AT_ONCE = 250
 
@@ -73,6 +74,7 @@ async def run(wanted: Wanted, told: Tell) -> Figures:
         workers = min(wanted.workers, MOST_WORKERS.get(wanted.scenario, wanted.workers))
         await asyncio.to_thread(stage.start, workers, **settings)
         await asyncio.to_thread(declare_queues, stage.url)
+        await asyncio.sleep(QUEUE_YOUTH)  # RabbitMQ loses what younger queues hold when it stops
         told(f"{wanted.scenario}: seed {wanted.seed}, {len(stage.lives)} workers, plane {wanted.plane}")
         figures = await _under_traffic(wanted, stage, act, demand(), told, started)
         if wanted.keep:
