@@ -209,7 +209,7 @@ class Feed:
 def _read_spilled(path: Path) -> Iterator[tuple[Rows, Any]]:
     """Rows and batches of a model's file: Arrow streams one after another."""
     pa = pyarrow()
-    with writing(path), pa.memory_map(str(path)) as file:
+    with writing(path), pa.OSFile(str(path)) as file:
         while file.tell() < file.size():
             with pa.ipc.open_stream(file) as reader:
                 for batch in reader:

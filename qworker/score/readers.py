@@ -145,7 +145,7 @@ def _parquet(path: Path) -> Source:
 
     def batches(columns: Sequence[str] | None) -> Iterator[Any]:
         with _reading(path):
-            file = pq.ParquetFile(path, memory_map=True)
+            file = pq.ParquetFile(path)  # not mapped: pages that were read would count as ours
         with file:
             for group in range(file.metadata.num_row_groups):
                 found = file.iter_batches(size, [group], columns=_some(columns))
@@ -159,9 +159,9 @@ def _arrow(path: Path) -> Source:
 
     def open_it() -> Any:
         try:
-            return pa.ipc.open_file(pa.memory_map(str(path)))
+            return pa.ipc.open_file(pa.OSFile(str(path)))
         except pa.ArrowInvalid:
-            return pa.ipc.open_stream(pa.memory_map(str(path)))
+            return pa.ipc.open_stream(pa.OSFile(str(path)))
 
     opened = open_it()
     counted = hasattr(opened, "num_record_batches")

@@ -24,6 +24,8 @@ from qworker.worker.serve import Server
 NICENESS = 5
 """A third of the CPU time of a thread that serves, where both want it: as loads have."""
 PREFETCH = 32
+JOBS_A_LANE = 3
+"""One that runs, one that waits, and one whose answer is on its way to the broker: else a thread would run dry."""
 AHEAD_BYTES = 2 << 20
 """Of job bodies that are decoded and wait for a thread; what else is in hand waits as it came."""
 
@@ -146,7 +148,7 @@ class OfflineLane:
             body = len(self._held[0][1].body)
             while len(self._sizes) > self.server.in_hand:
                 ahead -= self._sizes.popleft()
-            if len(self._sizes) > self._lanes and ahead + body > AHEAD_BYTES:
+            if len(self._sizes) >= JOBS_A_LANE * self._lanes and ahead + body > AHEAD_BYTES:
                 return
             take, delivery = self._held.popleft()
             self._sizes.append(body)

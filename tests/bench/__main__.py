@@ -9,7 +9,7 @@ import sys
 
 from tests.bench.figures import Table
 
-NAMES = ("hot", "batch", "cold", "interfere", "scale", "fleet")
+NAMES = ("hot", "batch", "score", "cold", "interfere", "scale", "fleet")
 
 
 def _numbers(text: str) -> list[int]:

@@ -49,7 +49,7 @@ def run(chosen: argparse.Namespace) -> Table:
         for _ in rounds(chosen):
             for model in models:
                 for row, batch in (("one row a run, in process", 1), ("best batch, in process", 0)):
-                    table.add(f"{model}: {row}", {"rate": _in_process(room, model, batch)})
+                    table.add(f"{model}: {row}", {"rate": in_process(room, model, batch)})
                 rate = table.rounds[f"{model}: best batch, in process"][-1]["rate"]
                 for served in (model, *([model + ALONE] if model in gains else [])):
                     found = room.client(
@@ -91,7 +91,8 @@ def _publish_alone(store: LocalStore, card: Card) -> None:
         staging.publish(card.model_copy(update=alone))
 
 
-def _in_process(room: Room, model: str, batch: int) -> float:
+def in_process(room: Room, model: str, batch: int) -> float:
+    """Rows a second in a process of its own: see ``_rate``."""
     command = [sys.executable, "-m", "tests.bench.batch", str(room.store), model, str(batch)]
     return json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
 

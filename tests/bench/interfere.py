@@ -43,14 +43,14 @@ def run(chosen: argparse.Namespace) -> Table:
 
 async def _alternate(url: str, table: Table) -> None:
     async with Client(url) as client:
-        await _steadily(client, 1.0)
-        table.add("alone", await _steadily(client, SECONDS))
+        await steadily(client, 1.0)
+        table.add("alone", await steadily(client, SECONDS))
         async with _loading(client) as loads:
-            found = await _steadily(client, SECONDS)
+            found = await steadily(client, SECONDS)
         table.add("with cold loads", {**found, "loads_a_second": len(loads) / SECONDS})
 
 
-async def _steadily(client: Client, seconds: float) -> Measured:
+async def steadily(client: Client, seconds: float) -> Measured:
     """Calls at fixed moments, whether or not the earlier ones are answered."""
     x = np.ones((1, KILOBYTE // 4), np.float32)
     taken: list[float] = []
