@@ -107,6 +107,8 @@ class Settings(BaseSettings):
     history: Annotated[str, Field(min_length=1)] = "auto"
     """File that keeps over restarts what was asked for and what loads cost, with a journal beside it; ``off``: none.
     ``auto``: one for each name, store and broker, in the state folder of the service or the user."""
+    fleet_history: bool = True
+    """Share the minutes of each model with the other workers, by a stream on the broker that new ones read."""
     warm_start: Annotated[float, Field(ge=0, le=1)] = 0.8
     """Part of the budget that a start fills with what the history says is dearest, in the background; 0: none."""
     pin: Annotated[tuple[str, ...], NoDecode] = ()

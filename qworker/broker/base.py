@@ -241,11 +241,13 @@ class Session(Protocol):
         prefetch: int,
         priority: int = 0,
         on_lost: OnLost | None = None,
+        stream_from: str | None = None,
     ) -> Consumer:
         """Subscribe on a channel of its own with its own prefetch.
 
         When the broker ends the subscription (queue deleted, consumer timeout), its channel is closed and
         ``on_lost`` is told; without one the session ends, and the owner re-syncs.
+        ``stream_from``: where to begin in a stream, which keeps what was acked: ``first``, ``last`` or ``next``.
         Raises BrokerError(queue missing) when there is no such queue.
         """
         ...

@@ -52,6 +52,7 @@ def worker(
     eviction: Annotated[str | None, Flag(help="gdsf, rate, lru or s3fifo.")] = None,
     pin: Annotated[list[str] | None, Flag(help="Model that is never evicted. May be given again.")] = None,
     history: Annotated[str | None, Flag(help="File kept over restarts: what was asked for; auto or off.")] = None,
+    fleet_history: Annotated[bool | None, Flag(help="Share history with the fleet, by a stream.")] = None,
     warm_start: Annotated[float | None, Flag(help="Part of the budget filled from it at a start; 0: none.")] = None,
     max_replicas: Annotated[int | None, Flag(help="Workers that may serve one model at once.")] = None,
     replica_backlog: Annotated[float | None, Flag(help="Seconds of backlog that ask for a replica.")] = None,

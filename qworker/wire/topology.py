@@ -37,6 +37,11 @@ FALLEN = "qworker.fallen"
 EXPIRED = "qworker.expired"
 """Jobs whose per-message expiration passed while they waited, for a worker to answer."""
 
+HISTORY = "qworker.history"
+"""A stream of what each model did, minute by minute, on each worker: see ``HISTORY_NEWS``."""
+HISTORY_NEWS = "history"
+"""The routing key, in ``EVENTS``, of the minutes that are over on a worker: rows of a journal, as text/csv."""
+
 DIRECT_REPLY_TO = "amq.rabbitmq.reply-to"
 
 _OURS, _FOR_REPLIES = "qworker.", ("qworker.replies.", "qworker.collected.", "qworker.score.")
@@ -80,6 +85,9 @@ HINTS_MAX_BYTES = 64 << 20
 DEAD_TTL_MS = 14 * 86_400_000
 STRIKES_MS = 86_400_000
 MOST_STRIKES = 64
+HISTORY_AGE = "14D"
+HISTORY_BYTES = 256 << 20
+HISTORY_SEGMENT = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +175,17 @@ def static_topology(queue_type: QueueType) -> tuple[Entity, ...]:
 def _dead_arguments(queue_type: QueueType) -> dict[str, Any]:
     limit = {"x-delivery-limit": PEEK_LIMIT} if queue_type == "quorum" else {}
     return {"x-queue-type": queue_type, "x-message-ttl": DEAD_TTL_MS, **limit}
+
+
+def history_stream() -> tuple[Entity, ...]:
+    """The fleet's history. Not every broker has streams: declare it apart from the rest."""
+    arguments: dict[str, Any] = {
+        "x-queue-type": "stream",
+        "x-max-age": HISTORY_AGE,
+        "x-max-length-bytes": HISTORY_BYTES,
+        "x-stream-max-segment-size-bytes": HISTORY_SEGMENT,  # what is too old goes by whole segments
+    }
+    return Queue(HISTORY, arguments=arguments), Binding(EVENTS, HISTORY, HISTORY_NEWS)
 
 
 def strike_queue(mark: str) -> Queue:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
+import structlog
+
 from qworker.config import Settings
+from qworker.errors import BrokerUnavailable
 from qworker.telemetry.counters import Counters
+from qworker.worker.fleet_history import FleetHistory
 from qworker.worker.history_file import HistoryFile
 from qworker.worker.hot_zone import HotZone
 from qworker.worker.minutes import Minutes
 from qworker.worker.sessions import Sessions
 from qworker.worker.warm_start import WarmStart
+
+log = structlog.get_logger(__name__)
 
 LOOK_SECONDS = 5.0
 SAVE_SECONDS = 60.0
@@ -28,6 +34,7 @@ class Keeper:
         self._warm_start = warm_start
         self._file = HistoryFile(settings.history_file, zone)
         self._minutes = Minutes(counters)
+        self._fleet = FleetHistory(zone)
         self._zone = zone
         self._tasks = asyncio.TaskGroup()
         self._chores: list[asyncio.Task[None]] = []
@@ -56,8 +63,23 @@ class Keeper:
             for _ in range(round(SAVE_SECONDS / LOOK_SECONDS)):
                 await asyncio.sleep(LOOK_SECONDS)
                 self._minutes.look()
-            await self._file.save(self._minutes.take())
+            rows = self._minutes.take()
+            await self._file.save(rows)
+            await self._fleet.publish(self._sessions.open, rows)
 
     async def _start_warm(self) -> None:
+        if self._settings.fleet_history:
+            await self._replay()
         if self._settings.warm_start and await self._sessions.current() is not None:
             await self._warm_start.run()
+
+    async def _replay(self) -> None:
+        """Hear what the fleet knows, once: on the next session, when one ends meanwhile."""
+        while (session := await self._sessions.current()) is not None:
+            try:
+                await self._fleet.replay(session)
+            except BrokerUnavailable as error:
+                log.debug("chore.ended", reason=str(error))
+                await session.wait_closed()
+            else:
+                return

@@ -18,7 +18,7 @@ from pamqp.header import ContentHeader
 from qworker.broker.base import Connector, ConsumerLost, Delivery, Depth, Properties, Session
 from qworker.broker.reference.reader import decodable_header
 from qworker.errors import BrokerError, BrokerUnavailable, PublishFailed, Unroutable
-from qworker.wire.topology import DIRECT_REPLY_TO, Exchange
+from qworker.wire.topology import DIRECT_REPLY_TO, Exchange, Queue
 from tests.support import leaks
 from tests.support.broker import PLAIN, Connect, Inbox, classic, fill, outcome, quorum, ready
 from tests.support.waiting import wait_until
@@ -86,6 +86,27 @@ async def test_prefetch_out_of_range(session: Session, prefetch: int) -> None:
     """A prefetch that AMQP cannot say, or that means "no limit", is refused before anything is sent."""
     with pytest.raises(ValueError, match="prefetch"):
         await session.consume("q", Inbox().take, prefetch=prefetch)
+
+
+async def test_a_stream_is_read_from_its_first_message_by_each_reader(session: Session) -> None:
+    """What one has acked is there for the next one; without a place to begin, a reader gets what comes from now on."""
+    await session.declare(Queue("s", arguments={"x-queue-type": "stream", "x-max-age": "1D"}))
+    bodies = [b"%d" % number for number in range(50)]
+    await fill(session, "s", *bodies)
+    for _ in range(2):
+        inbox = Inbox()
+        consumer = await session.consume("s", inbox.take, prefetch=10, stream_from="first")
+        acked = 0
+        while acked < 50:
+            await wait_until(lambda: len(inbox) > acked)  # noqa: B023  # it is awaited within the round
+            await inbox.deliveries[acked].ack()
+            acked += 1
+        assert inbox.bodies == bodies
+        await consumer.close()
+    late = Inbox()
+    await session.consume("s", late.take, prefetch=10, stream_from="next")
+    await fill(session, "s", b"new")
+    await wait_until(lambda: late.bodies == [b"new"])
 
 
 async def test_consumer_priority(session: Session) -> None:

@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-c", "from qworker.cli.main import main; main()"]
 START_SECONDS = 40.0
 STOP_SECONDS = 40.0
-QUICK = {"sweep_interval": 0.5, "min_residency": 0.2, "max_cold_wait": 5, "grace": 20, "threads": 2, "history": "off"}
+QUICK = {"sweep_interval": 0.5, "min_residency": 0.2, "max_cold_wait": 5, "grace": 20, "threads": 2}
+QUICK |= {"history": "off", "warm_start": 0}  # what one test loads is no business of the next one
 """Settings that make tests quick; ``start`` takes others."""
 
 _FAULTS = ("Traceback", "was never retrieved", "was never awaited", "Unhandled")

@@ -236,7 +236,7 @@ async def run_worker(
 ) -> AsyncIterator[Worker]:
     """A worker in this process, ready; stopped at the end, with nothing in its ledger."""
     quick: dict[str, Any] = {"sweep_interval": 0.3, "min_residency": 0, "max_cold_wait": 30, "memory": 64 * MIB}
-    quick["history"] = "off"  # what one test loads is no business of the next one
+    quick |= {"history": "off", "fleet_history": False}  # what one test loads is no business of the next one
     chosen = Settings(store=str(store), name="in-process", **{**quick, **settings})
     connector = connect(url, heartbeat=5, confirm_timeout=chosen.confirm_timeout)
     worker = Worker(chosen, connector, LocalStore(store), backend or OnnxBackend())

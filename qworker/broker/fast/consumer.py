@@ -134,12 +134,16 @@ class FastConsumer:
         channel.on_cancelled = self._cancelled_by_broker
         channel.on_end = self._ended
 
-    async def start(self, prefetch: int, priority: int) -> None:
+    async def start(self, prefetch: int, priority: int, stream_from: str | None = None) -> None:
         """Subscribe. Raises BrokerError when there is no such queue, BrokerRefused without permission."""
         self._channel.rpc(Basic.Qos(prefetch_count=prefetch))
-        arguments: FieldTable | None = {"x-priority": priority} if priority else None
+        arguments: FieldTable = {"x-priority": priority} if priority else {}
+        if stream_from is not None:
+            arguments["x-stream-offset"] = stream_from
         try:
-            await self._channel.rpc(Basic.Consume(queue=self.queue, consumer_tag=self._tag, arguments=arguments))
+            await self._channel.rpc(
+                Basic.Consume(queue=self.queue, consumer_tag=self._tag, arguments=arguments or None)
+            )
         except ChannelClosed as exc:
             raise _consume_error(self.queue, exc) from exc
         except asyncio.CancelledError:

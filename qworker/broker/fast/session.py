@@ -248,11 +248,12 @@ class FastSession:
         prefetch: int,
         priority: int = 0,
         on_lost: OnLost | None = None,
+        stream_from: str | None = None,
     ) -> Consumer:
         if not 1 <= prefetch <= _MAX_PREFETCH:
             raise ValueError(f"expected a prefetch from 1 to {_MAX_PREFETCH}, found {prefetch}")
         consumer = FastConsumer(queue, self._consuming.open_channel(), self, on_delivery, on_lost)
-        await consumer.start(prefetch, priority)
+        await consumer.start(prefetch, priority, stream_from)
         return consumer
 
     def send(self, exchange: str, routing_key: str, body: Body, properties: Properties, told: Told) -> bool:

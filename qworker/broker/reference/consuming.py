@@ -91,13 +91,15 @@ class AioPikaConsumer:
         self._cancelled = False
         self._closed = False
 
-    async def start(self, link: Link, prefetch: int, priority: int) -> None:
+    async def start(self, link: Link, prefetch: int, priority: int, stream_from: str | None = None) -> None:
         """Subscribe. To be run to its end: cut short, it would leave a channel that nobody closes."""
         channel = self._channel = await link.channel(confirms=False)
         try:
             await channel.basic_qos(prefetch_count=prefetch)
             channel.on_consumer_cancel_callbacks.add(self._on_broker_cancel)
             arguments: dict[str, object] = {"x-priority": priority} if priority else {}
+            if stream_from is not None:
+                arguments["x-stream-offset"] = stream_from
             started = await channel.basic_consume(self.queue, self._receive, arguments=arguments)  # pyright: ignore[reportArgumentType]
         except aiormq.ChannelNotFoundEntity:
             raise BrokerError(f"expected queue {self.queue!r} to consume from, found none: declare it first") from None

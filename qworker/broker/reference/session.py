@@ -176,12 +176,13 @@ class AioPikaSession:
         prefetch: int,
         priority: int = 0,
         on_lost: OnLost | None = None,
+        stream_from: str | None = None,
     ) -> AioPikaConsumer:
         if not 1 <= prefetch <= MAX_PREFETCH:
             raise ValueError(f"expected a prefetch from 1 to {MAX_PREFETCH}, found {prefetch}")
         consumer = AioPikaConsumer(queue, on_delivery, self._life, on_lost)
         try:
-            await self._life.run(consumer.start(self._consume_link, prefetch, priority))
+            await self._life.run(consumer.start(self._consume_link, prefetch, priority, stream_from))
         except asyncio.CancelledError:
             if self._life.is_open:
                 self._life.start(consumer.close_abandoned())
