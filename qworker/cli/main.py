@@ -5,7 +5,22 @@ from __future__ import annotations
 import typer
 
 import qworker
-from qworker.cli import broker, build, call, dead, doctor, fleet, history, models, score, simulate, worker, workers
+from qworker.cli import (
+    broker,
+    build,
+    call,
+    dashboard,
+    dead,
+    doctor,
+    fleet,
+    history,
+    models,
+    score,
+    simulate,
+    top,
+    worker,
+    workers,
+)
 
 app = typer.Typer(
     name="qworker",
@@ -23,7 +38,22 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
         raise typer.Exit
 
 
-for group in (worker, models, fleet, workers, build, call, score, dead, simulate, history, doctor, broker):
+for group in (
+    worker,
+    models,
+    fleet,
+    workers,
+    top,
+    dashboard,
+    build,
+    call,
+    score,
+    dead,
+    simulate,
+    history,
+    doctor,
+    broker,
+):
     group.register(app)
 
 

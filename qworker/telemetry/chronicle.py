@@ -26,11 +26,15 @@ class Note:
     model: str
     reason: str = ""
     seconds: float | None = None
+    stages: dict[str, float] | None = None
+    """Of a load: what each of its stages took."""
 
     def as_dict(self) -> dict[str, Any]:
-        told = {"number": self.number, "at": round(self.at, 3), "kind": self.kind, "model": self.model}
+        told: dict[str, Any] = {"number": self.number, "at": round(self.at, 3), "kind": self.kind, "model": self.model}
         if self.reason:
             told["reason"] = self.reason
+        if self.stages:
+            told["stages"] = {stage: round(seconds, 4) for stage, seconds in self.stages.items()}
         return told if self.seconds is None else {**told, "seconds": round(self.seconds, 4)}
 
 
@@ -41,19 +45,26 @@ class Chronicle:
     notes: deque[Note] = field(default_factory=lambda: deque[Note](maxlen=MOST_NOTES))
     stages: dict[str, tuple[str, float, float]] = field(default_factory=dict[str, tuple[str, float, float]])
     """By model: the stage, since when (monotonic), and the load seconds that its card expects."""
+    _spent: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     _number: int = 0
 
     def note(self, kind: Kind, model: str, reason: str = "", seconds: float | None = None) -> None:
         self._number += 1
-        self.notes.append(Note(self._number, time.time(), kind, model, reason[:LONGEST_REASON], seconds))
+        stages = None
+        if kind == "loaded":
+            self._close_stage(model)
+            stages = self._spent.get(model)
+        self.notes.append(Note(self._number, time.time(), kind, model, reason[:LONGEST_REASON], seconds, stages))
 
     def enter(self, model: str, stage: str, expected: float = 0.0) -> None:
         """The load of ``model`` has come to ``stage``."""
+        self._close_stage(model)
         self.stages[model] = (stage, time.monotonic(), expected)
 
     def leave(self, model: str) -> None:
         """The load of ``model`` is over, well or not."""
         self.stages.pop(model, None)
+        self._spent.pop(model, None)
 
     def of(self, model: str, most: int) -> list[dict[str, Any]]:
         """The last ``most`` notes on one model, oldest first."""
@@ -75,3 +86,11 @@ class Chronicle:
             {"model": model, "stage": stage, "seconds": round(now - since, 3), "expected": round(expected, 4)}
             for model, (stage, since, expected) in self.stages.items()
         ]
+
+    def _close_stage(self, model: str) -> None:
+        """Add up what the stage that ends now has taken."""
+        if model in self.stages:
+            stage, since, expected = self.stages[model]
+            now, spent = time.monotonic(), self._spent.setdefault(model, {})
+            spent[stage] = spent.get(stage, 0.0) + now - since
+            self.stages[model] = (stage, now, expected)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from typer.testing import CliRunner
 
 from qworker.cli.main import app
 from tests.e2e.caller import Caller
-from tests.e2e.fleet import Fleet, WorkerProcess
+from tests.e2e.fleet import COMMAND, ROOT, Fleet, WorkerProcess
 from tests.e2e.models import inputs_of
 from tests.support.waiting import wait_until_sync
 
@@ -130,3 +133,61 @@ def test_no_worker_at_all(fleet: Fleet, arguments: tuple[str, ...]) -> None:
     """Is told as such, at once."""
     told = json.loads(command(fleet, *arguments, "--json", code=1)[0])
     assert told["error"]["code"] == "no_worker"
+
+
+def test_top_before_the_first_worker(fleet: Fleet) -> None:
+    """Says that there is none; nothing has been declared on this broker yet."""
+    assert "no worker is connected" in command(fleet, "top", "--once")[0]
+
+
+def test_top_shows_both_workers(fleet: Fleet, caller: Caller) -> None:
+    """Its figures are those of the workers: what is hot where, bytes, jobs, loads and evictions with their reasons."""
+    fleet.start(2, memory="60MiB", min_residency=0)
+    caller.wait([caller.job("echo", inputs_of("echo", k)) for k in range(20)])
+    caller.wait([caller.job("table-a", inputs_of("table-a", 1))])
+    seen = asked(fleet, "top")
+    assert {row["worker"]: row["state"] for row in seen["workers"]} == dict.fromkeys(("worker-0", "worker-1"), "ready")
+    for worker in fleet.workers:
+        state = worker.state()
+        [row] = [row for row in seen["workers"] if row["worker"] == worker.name]
+        assert row["bytes"] == state["ledger"]["held"]
+        hot = {each["model"] for each in seen["models"] if each["worker"] == worker.name and each["state"] == "hot"}
+        assert hot == {each["model"] for each in state["models"] if each["state"] == "hot"}
+    jobs = {row["model"]: row["jobs"] for row in seen["models"]}
+    assert (jobs["echo"], jobs["table-a"]) == (20, 1)
+    loads = [note["model"] for note in seen["timeline"] if note["kind"] == "loaded"]
+    assert sorted(loads) == ["echo", "table-a"]
+    assert "echo" in command(fleet, "top", "--once")[0]
+    fleet.finish()
+
+
+def test_top_in_a_terminal(fleet: Fleet, caller: Caller) -> None:
+    """It draws, and its keys select a model and pin it."""
+    fleet.start(1)
+    caller.wait([caller.job("echo", inputs_of("echo", 1))])
+    ours, its = os.openpty()
+    line = [*COMMAND, "top", "--broker", fleet.url]
+    terminal = {"TERM": "xterm", "COLUMNS": "150", "LINES": "50"}
+    process = subprocess.Popen(line, stdin=its, stdout=its, stderr=its, cwd=ROOT, env=os.environ | terminal)
+    os.close(its)
+    os.set_blocking(ours, False)
+    screen = bytearray()
+
+    def drawn(text: bytes) -> bool:
+        with contextlib.suppress(OSError):  # nothing there yet, or nobody at the other end any more
+            screen.extend(os.read(ours, 1 << 16))
+        return text in screen
+
+    try:
+        wait_until_sync(lambda: drawn(b"echo"), 60, what="the model is on the screen")
+        os.write(ours, b"jp")
+        wait_until_sync(lambda: drawn(b"pin echo: worker-0"), 60, what="what was done is told")
+        assert (fleet.workers[0].row("echo") or {})["pinned"]
+        os.write(ours, b"q")
+        wait_until_sync(lambda: not drawn(b"\0") and process.poll() is not None, 60, what="it ends")
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait(10)
+        os.close(ours)
+    fleet.finish()

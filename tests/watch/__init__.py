@@ -1,0 +1,1 @@
+"""The fleet as people look at it."""
