@@ -64,7 +64,7 @@ _MODELS: Final = {
     "model.loaded": Event("info", "Cold to hot: loaded, warm, its bytes booked."),
     "model.backlog": Event("info", "More waits for it than is done in time: another worker is asked to serve it too."),
     "model.replica_leaves": Event("info", "The other replicas can carry its share."),
-    "model.preloaded": Event("info", "Claimed before any job asks for it, into free bytes; the reason says why."),
+    "model.preloaded": Event("info", "Loaded before any job asks for it, into free bytes; the reason says why."),
     "model.unloaded": Event("info", "Hot to cold; its bytes are back."),
     "model.evicted": Event("info", "Told to leave; the reason names for whom, and why this one."),
     "model.no_room": Event("warning", "Its bytes were not free in time; the sweep tries again."),

@@ -22,12 +22,13 @@ log = structlog.get_logger(__name__)
 LOOK_SECONDS = 0.1
 FIRST_PAUSE = 1.0
 """Jobs that waited for the start come first."""
+SECOND_PAUSE = 5.0
 
 Claim = Callable[[str, bool, Hint], bool]
 
 
 class WarmStart:
-    """Runs once. ``claim`` starts a claim as a hint does; ``is_loading`` tells whether one still has no model."""
+    """Runs once. ``claim`` starts a claim as a hint does; ``is_loading``: whether it still has no model, or is over."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class WarmStart:
         registry: Registry,
         counters: Counters,
         claim: Claim,
-        is_loading: Callable[[str], bool],
+        is_loading: Callable[[str], bool | None],
         *,
         share: float,
     ) -> None:
@@ -46,10 +47,19 @@ class WarmStart:
         self._claim = claim
         self._is_loading = is_loading
         self._share = share
+        self._taken = 0
 
     async def run(self) -> int:
         """Load what fits; how many models that were."""
         await asyncio.sleep(FIRST_PAUSE)
+        count = await self._fill()
+        if self._taken:  # by another worker, or by the connection of a former self that the broker still sees
+            await asyncio.sleep(SECOND_PAUSE)
+            count += await self._fill()
+        log.info("warm_start.done", models=count, held=self._zone.held)
+        return count
+
+    async def _fill(self) -> int:
         there, count = frozenset(await self._registry.models()), 0
         for model, usage in self._zone.dearest():
             if model not in there or usage.age > HALF_LIFE:
@@ -60,7 +70,6 @@ class WarmStart:
             if self._zone.held + usage.nbytes > self._share * self._zone.budget:
                 continue
             count += await self._preload(model, usage)
-        log.info("warm_start.done", models=count, held=self._zone.held)
         return count
 
     async def _preload(self, model: str, usage: Usage) -> bool:
@@ -69,10 +78,13 @@ class WarmStart:
         if not self._claim(model, False, hint):
             return False  # it is hot already, or the worker stops
         why = f"{usage.count:.3g} uses of late, a load takes {usage.load_seconds:.3g} s, and there are bytes to spare"
-        log.info("model.preloaded", model=model, reason=why)
-        self._counters.preloads += 1
         while self._is_loading(model):  # noqa: ASYNC110  # some loads a start: not worth an event
             await asyncio.sleep(LOOK_SECONDS)
+        if self._is_loading(model) is None:
+            self._taken += 1
+            return False
+        log.info("model.preloaded", model=model, reason=why)
+        self._counters.preloads += 1
         return True
 
     async def _until_quiet(self) -> None:

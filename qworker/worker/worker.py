@@ -324,10 +324,10 @@ class Worker:
             if not self.claim(tenant.model, backlog, hint):
                 await (hint.give_back() if self._duty.drained else hint.done())
 
-    def _is_loading(self, model: str) -> bool:
-        """Whether a claim has not got its model yet."""
+    def _is_loading(self, model: str) -> bool | None:
+        """Whether a claim has not got its model yet; None when there is no claim."""
         tenant = self._tenants.get(model)
-        return tenant is not None and tenant.claim.step in _BEFORE_SERVING
+        return None if tenant is None else tenant.claim.step in _BEFORE_SERVING
 
     # --- orders ----------------------------------------------------------------------------------
 
