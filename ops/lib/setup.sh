@@ -3,6 +3,7 @@
 #
 #   setup_python          Python packages in `.venv`, exactly as in ops/requirements.lock
 #   setup_broker          a RabbitMQ that can be started as a private node (its service is not started)
+#   setup_browser         a Chromium for the tests of the status page
 #   setup_compiler        a C and C++ compiler, for the stand-ins of the GPU libraries that the tests make
 
 say() { printf '%s\n' "$*" >&2; }
@@ -39,6 +40,14 @@ setup_compiler() {
     if ! command -v gcc >/dev/null || ! command -v g++ >/dev/null; then
         _apt_install gcc g++ libc6-dev
     fi
+    exec 9>&-
+}
+
+setup_browser() {
+    mkdir -p "$root/.cache"
+    exec 9>"$root/.cache/setup.lock"
+    flock 9
+    command -v chromium >/dev/null || _apt_install chromium
     exec 9>&-
 }
 
