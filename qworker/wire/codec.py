@@ -47,8 +47,8 @@ _TENSOR_KEYS = frozenset(("inputs", "outputs"))
 _Packer = cast("Callable[[], Any]", msgpack.Packer)
 _packb = msgspec.msgpack.Encoder().encode
 
-_NOTHING = np.empty(0, np.uint8)
-"""The array of a tensor whose bytes are still to be fetched: nobody gets to see it."""
+_NOTHING = np.zeros((), np.uint8)
+"""In place of the values that are still to be fetched."""
 
 Scalar = str | bool | int | float
 Blobs = Mapping[BlobRef, memoryview]
@@ -240,7 +240,7 @@ def _tensors(
         raise InvalidInput(f"expected at most {limits.max_tensors} {role}s; found {len(forms)}: send fewer")
     elements = 0
     tensors: dict[str, Tensor] = {}
-    absent: dict[str, BlobRef] = {}
+    absent = ""
     for form in forms:
         name, where = _named(role, form.name, limits.max_name_bytes)
         if name in tensors:
@@ -255,26 +255,28 @@ def _tensors(
         if ref is not None:
             check_size(where, form.datatype, count, ref)
             blob = None if blobs is None else blobs[ref]
-            array = _NOTHING if blob is None else read_blob(where, form.datatype, shape, count, blob)
             if blob is None:
-                absent[where] = ref
+                absent = absent or where
+                tensors[name] = Tensor(name, form.datatype, np.broadcast_to(_NOTHING, shape), ref)
+                continue
+            array = read_blob(where, form.datatype, shape, count, blob)
         elif kind == MSGPACK:
             array = read_msgpack(where, form.datatype, shape, count, _payload(where, form))
         else:
             array = read_json(where, form.datatype, shape, count, _payload(where, form), nulls=nulls)
         tensors[name] = Tensor(name, form.datatype, array)
     if absent:
-        _refuse_absent(absent, limits)
+        _refuse_absent(absent, tuple(tensors.values()), limits)
     return tuple(tensors.values())
 
 
-def _refuse_absent(absent: Mapping[str, BlobRef], limits: Limits) -> NoReturn:
-    if sum(ref.nbytes for ref in absent.values()) > limits.max_blob_bytes:
+def _refuse_absent(where: str, tensors: tuple[Tensor, ...], limits: Limits) -> NoReturn:
+    if sum(tensor.ref.nbytes for tensor in tensors if tensor.ref is not None) > limits.max_blob_bytes:
         raise InvalidInput(
             f"expected at most {limits.max_blob_bytes} bytes in all tensors that travel by reference; found more: "
             "send less at once"
         )
-    raise Referenced(next(iter(absent)), tuple(absent.values()))
+    raise Referenced(where, tensors)
 
 
 @lru_cache(maxsize=4096)

@@ -40,15 +40,17 @@ class RefForm(msgspec.Struct, frozen=True, gc=False):
 class Referenced(InvalidInput):
     """The message is well-formed, and cannot be decoded before ``refs`` are fetched: decode it again with them.
 
-    To whoever has no blob store it is what it looks like: input that cannot be taken.
+    To whoever has no blob store it is what it looks like: input that cannot be taken. ``tensors`` are all of the
+    message's, in their order; those with a ref have their shape, and no values.
     """
 
-    def __init__(self, where: str, refs: tuple[BlobRef, ...]) -> None:
+    def __init__(self, where: str, tensors: tuple[Tensor, ...]) -> None:
         super().__init__(
             f"{where}: it travels by reference, and there is no blob store here (setting blob_store): send its "
             "values as data, or have one set"
         )
-        self.refs = refs
+        self.tensors = tensors
+        self.refs = tuple(tensor.ref for tensor in tensors if tensor.ref is not None)
 
 
 def check_size(where: str, datatype: str, count: int, ref: BlobRef) -> None:

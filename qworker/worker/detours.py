@@ -14,7 +14,7 @@ from qworker.wire.messages import Job, Result
 from qworker.wire.reference import Referenced
 from qworker.worker.apart import Apart
 from qworker.worker.batcher import expired
-from qworker.worker.strikes import fingerprint, mark_of
+from qworker.worker.strikes import mark_of_job
 
 if TYPE_CHECKING:
     from qworker.worker.in_hand import JobInHand
@@ -85,16 +85,8 @@ async def _suspected_as(job: JobInHand) -> str | None:
     build = server.build
     if build is None or not (suspect or len(delivery.body) in ward.sizes):
         return None
-    mark = await asyncio.to_thread(_fingerprint, job, build)
+    mark = await asyncio.to_thread(mark_of_job, server.model, build, delivery.body, lambda: server.decode(delivery))
     return mark if suspect or ward.firewall.is_convict(mark) else None
-
-
-def _fingerprint(job: JobInHand, build: str) -> str:
-    server, delivery = job.server, job.delivery
-    try:
-        return fingerprint(server.model, build, server.decode(delivery).inputs)
-    except JobError:  # what it holds lies elsewhere, or it is no job at all
-        return mark_of(server.model, build, delivery.body)
 
 
 # --- its tensors ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -18,10 +18,11 @@ from typing import Any
 import structlog
 
 from qworker.broker.base import Delivery, Properties, Session
-from qworker.errors import BrokerError
+from qworker.errors import BrokerError, JobError
 from qworker.policy.outcome import Strikes
 from qworker.wire.datatypes import BYTES
-from qworker.wire.messages import Tensor
+from qworker.wire.messages import Job, Tensor
+from qworker.wire.reference import Referenced
 from qworker.wire.topology import MOST_STRIKES, strike_queue
 
 log = structlog.get_logger(__name__)
@@ -105,13 +106,28 @@ class StrikeBook:
         return Properties(persistent=True, headers={KIND: kind.value, WORKER: self._name, AT: now, WHAT: model})
 
 
+def mark_of_job(model: str, build: str, body: bytes, decode: Callable[[], Job]) -> str:
+    """The mark of what ``decode`` makes of ``body``: a job, or only a part of it, or nothing."""
+    try:
+        return fingerprint(model, build, decode().inputs)
+    except Referenced as found:  # some of it lies elsewhere, and is known by its digests
+        return fingerprint(model, build, found.tensors)
+    except JobError:
+        return mark_of(model, build, body)
+
+
 def fingerprint(model: str, build: str, inputs: Sequence[Tensor]) -> str:
-    """The same for the same inputs to the same build of a model, whoever publishes them and under whichever id."""
+    """The same for the same inputs to the same build of a model, whoever publishes them and under whichever id.
+
+    A tensor that travels beside its message has another one than the same values within it.
+    """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(repr((model, build)).encode())
     for each in sorted(inputs, key=lambda one: one.name):
         digest.update(repr((each.name, each.datatype, each.array.shape)).encode())
-        if each.datatype == BYTES:
+        if each.ref is not None:
+            digest.update(each.ref.sha256.encode())
+        elif each.datatype == BYTES:
             for text in each.array.ravel():
                 digest.update(len(text).to_bytes(8, "little"))
                 digest.update(text)

@@ -12,19 +12,19 @@ from qworker.policy.deadline import CAUTION, Estimate, hopeless
 SECONDS = st.floats(0, 1e6, allow_nan=False)
 
 
-@given(SECONDS, SECONDS, SECONDS, SECONDS)
-def test_refused_is_what_is_well_beyond_its_time(left: float, load: float, queue: float, run: float) -> None:
+@given(SECONDS, SECONDS, SECONDS)
+def test_refused_is_what_is_well_beyond_its_time(left: float, queue: float, run: float) -> None:
     """Never a job that the estimate itself lets through; always one with less time than the cautious estimate."""
-    why = hopeless(left, Estimate(queue, run, load))
-    assert (why is not None) == ((load + queue + run) * CAUTION > left)
+    why = hopeless(left, Estimate(queue, run))
+    assert (why is not None) == ((queue + run) * CAUTION > left)
 
 
 def test_the_refusal_tells_the_estimate() -> None:
     """What it is made of, and what there is."""
-    why = hopeless(1.5, Estimate(queue=2.0, run=0.25, load=10.0))
+    why = hopeless(1.5, Estimate(queue=12.0, run=0.25))
     assert why is not None
     assert "has 1.5 s" in why
-    assert "12.2 s (load 10 + queue 2 + run 0.25)" in why
+    assert "12.2 s (queue 12 + run 0.25)" in why
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
