@@ -95,6 +95,10 @@ class Settings(BaseSettings):
     min_residency: SecondsOrZero = 5.0
     """A model just loaded stays at least this long, unless one has waited for ``max_cold_wait``."""
     max_cold_wait: SecondsOrZero = 30.0
+    thrash_brake: bool = True
+    """While models push each other out, hold claims that evict for a moment, ``max_cold_wait`` at most."""
+    group_window: SecondsOrZero = 0.0
+    """Hold every claim that evicts for so long, so that its jobs come in runs; 0: none."""
     load_headroom: PositiveSize = ByteSize(256 * _MIB)
     """What loads in progress may take together beyond the budget; one that needs more runs alone."""
     load_timeout: Seconds = 300.0

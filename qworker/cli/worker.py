@@ -46,6 +46,7 @@ def worker(
     max_concurrent_loads: Annotated[int | None, Flag(help="Cold loads at once.")] = None,
     min_residency: Annotated[float | None, Flag(help="Seconds that a model just loaded stays.")] = None,
     max_cold_wait: Annotated[float | None, Flag(help="Seconds after which a cold model outranks the brake.")] = None,
+    group_window: Annotated[float | None, Flag(help="Seconds that a claim which evicts is held; 0: none.")] = None,
     claim_timeout: Annotated[float | None, Flag(help="Seconds that a claim waits for bytes.")] = None,
     load_headroom: Annotated[str | None, Flag(help="Bytes that loads may take beyond the budget.")] = None,
     load_timeout: Annotated[float | None, Flag(help="Seconds that a load may take.")] = None,

@@ -19,6 +19,9 @@ class Counters:
     revivals: int = 0
     replicas_asked: int = 0
     """Hints that asked others to serve a model too."""
+    brakes: int = 0
+    """Times that models pushed each other out, and claims that evict were held for it."""
+    claims_held: int = 0
     preloads: int = 0
     """Loads that no job had asked for."""
     hints: int = 0

@@ -39,6 +39,8 @@ _WORKER: Final = {
     "history.no_stream": Event("info", "The broker has no streams: each worker knows what it has seen itself."),
     "history.not_sent": Event("info", "Some minutes could not be told to the fleet."),
     "warm_start.done": Event("info", "Free bytes were filled with what the history says is dearest."),
+    "zone.thrashing": Event("warning", "Models push each other out: claims that evict are held; the reason says who."),
+    "zone.calm": Event("info", "They do not any more: claims evict at once again."),
     "memory.limited": Event("warning", "The budget asked for is more than the device has; it got less."),
 }
 

@@ -256,6 +256,7 @@ class HotModel:
             if known is not None and parts.history.refused(known_as(card)):
                 return self._refuse(ModelUnavailable(known.reason))
             return Outcome.GAVE_UP
+        await self._hold(card)
         if self._leaving:
             return Outcome.GAVE_UP
         outcome = await self._load_card(card)
@@ -263,6 +264,17 @@ class HotModel:
             self._hint.urgency = 0  # there were no bytes to spare, and now a job waits for it as for any other
             outcome = await self._load_card(card)
         return outcome
+
+    async def _hold(self, card: Card) -> None:
+        """Let jobs come in runs, where models push each other out; see ``worker.brake``."""
+        brake = self._parts.brake
+        if brake.window <= 0 or self.claim.backlog or self._hint.unasked:
+            return
+        if not self._parts.zone.fits_free(card.resident_bytes, card.backend):
+            await self._hint.done()  # in hand, it would keep away hints of models that fit
+        await brake.hold(
+            self.model, card.resident_bytes, card.load_seconds, card.backend, self._stirred, lambda: self._leaving
+        )
 
     async def _load_card(self, card: Card) -> Outcome:
         parts = self._parts

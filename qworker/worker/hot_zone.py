@@ -54,6 +54,8 @@ class HotZone:
         """Called when the last of them is done."""
         self.on_loaded: Callable[[str, float, int], None] = _nobody_loads
         """Called with each model that is loaded, its load seconds and its bytes."""
+        self.on_evicted: Callable[[str], None] = _nobody_leaves
+        """Called with each model that is told to leave for another."""
 
     # --- what a tenant reports -------------------------------------------------------------------
 
@@ -168,6 +170,11 @@ class HotZone:
         keys = dict(zip(models, self._first.eviction.keys(models, self._clock()), strict=True))
         return [(model, known[model]) for model in sorted(models, key=lambda model: -keys[model])]
 
+    def fits_free(self, nbytes: int, kind: str = "") -> bool:
+        """Whether ``nbytes`` of that memory are free, and nobody waits for them."""
+        table = self._tables.get(kind, self._first)
+        return not table.crowded and nbytes <= table.free
+
     @property
     def crowded(self) -> bool:
         """Whether somebody waits for bytes."""
@@ -244,6 +251,7 @@ class HotZone:
         for model in decision.admit:
             self._settle_waiter(model, None)
         for eviction in decision.evict:
+            self.on_evicted(eviction.model)
             self._tenants[eviction.model].evicted(forced=eviction.forced, reason=eviction.reason)
         self._stirred.set()
 
@@ -264,6 +272,10 @@ class HotZone:
 
 
 def _nobody() -> None:
+    return
+
+
+def _nobody_leaves(model: str) -> None:  # noqa: ARG001
     return
 
 

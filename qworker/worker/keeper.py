@@ -10,6 +10,7 @@ import structlog
 from qworker.config import Settings
 from qworker.errors import BrokerUnavailable
 from qworker.telemetry.counters import Counters
+from qworker.worker.brake import Brake
 from qworker.worker.fleet_history import FleetHistory
 from qworker.worker.history_file import HistoryFile
 from qworker.worker.hot_zone import HotZone
@@ -27,11 +28,18 @@ class Keeper:
     """Within ``async with``, it takes over the history, looks, and writes. Owned here: the tasks that do so."""
 
     def __init__(
-        self, settings: Settings, zone: HotZone, counters: Counters, sessions: Sessions, warm_start: WarmStart
+        self,
+        settings: Settings,
+        zone: HotZone,
+        counters: Counters,
+        sessions: Sessions,
+        warm_start: WarmStart,
+        brake: Brake,
     ) -> None:
         self._settings = settings
         self._sessions = sessions
         self._warm_start = warm_start
+        self._brake = brake
         self._file = HistoryFile(settings.history_file, zone)
         self._minutes = Minutes(counters)
         self._fleet = FleetHistory(zone)
@@ -40,7 +48,7 @@ class Keeper:
         self._chores: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Keeper:
-        self._zone.on_loaded = self._minutes.loaded
+        self._zone.on_loaded, self._zone.on_evicted = self._loaded, self._brake.evicted
         await self._file.restore()
         await self._tasks.__aenter__()
         self._chores = [
@@ -58,11 +66,15 @@ class Keeper:
         self._minutes.look()
         await self._file.save(self._minutes.take(all_of_it=True))
 
+    def _loaded(self, model: str, load_seconds: float, nbytes: int) -> None:
+        self._minutes.loaded(model, load_seconds, nbytes)
+        self._brake.loaded(model, load_seconds, nbytes)
+
     async def _keep(self) -> None:
         while True:
             for _ in range(round(SAVE_SECONDS / LOOK_SECONDS)):
                 await asyncio.sleep(LOOK_SECONDS)
-                self._minutes.look()
+                self._brake.tick(self._minutes.look())
             rows = self._minutes.take()
             await self._file.save(rows)
             await self._fleet.publish(self._sessions.open, rows)

@@ -10,6 +10,7 @@ from qworker.broker.base import Session
 from qworker.policy.backoff import LoadHistory
 from qworker.telemetry.counters import Counters
 from qworker.wire.limits import Limits
+from qworker.worker.brake import Brake
 from qworker.worker.cancelled import Cancelled
 from qworker.worker.hot_zone import Clock, HotZone
 from qworker.worker.load_guard import LoadGuards
@@ -45,6 +46,7 @@ class Parts:
     max_queue_delay: float
     max_replicas: int
     backlog_of: Callable[[str], Backlog]
+    brake: Brake
     reclaim_until: Callable[[Session | None], float]
     """Until when the lease of a loaded model is asked for, after this session was lost: a connection that broke in
     silence holds it until the broker misses its heartbeats. After that, another worker has it."""

@@ -34,6 +34,7 @@ from qworker.telemetry.watchdog import Watchdog
 from qworker.wire.limits import Limits
 from qworker.wire.topology import ANSWERED, EVENTS, lane_queue, lane_topology, static_topology
 from qworker.worker.apart import Apart
+from qworker.worker.brake import Brake
 from qworker.worker.cancelled import Cancelled
 from qworker.worker.control import Control
 from qworker.worker.duty import Duty
@@ -131,7 +132,15 @@ class Worker:
         warm_start = WarmStart(
             self.zone, self._registry, self.counters, self.claim, self._is_loading, share=settings.warm_start
         )
-        self._keeper = Keeper(settings, self.zone, self.counters, self._sessions, warm_start)
+        self._brake = Brake(
+            self.zone,
+            self.counters,
+            clock,
+            slots=settings.max_concurrent_loads,
+            group_window=settings.group_window,
+            max_hold=settings.max_cold_wait if settings.thrash_brake else 0.0,
+        )
+        self._keeper = Keeper(settings, self.zone, self.counters, self._sessions, warm_start, self._brake)
         self._parts = Parts(
             zone=self.zone,
             loader=Loader(
@@ -162,6 +171,7 @@ class Worker:
             prefetch=settings.prefetch,
             threads=settings.threads,
             max_queue_delay=settings.max_queue_delay,
+            brake=self._brake,
             max_replicas=settings.max_replicas,
             backlog_of=partial(
                 Backlog,
@@ -400,6 +410,7 @@ class Worker:
             "quarantined": self._quarantined(),
             "refusing": [model for model, tenant in self._tenants.items() if tenant.claim.refusing],
             "waiting": [{"model": m, "seconds": s, "why": why} for m, s, why in self.zone.blocked()],
+            "brake": self._brake.state(),
             "ledger": {"budget": self.zone.budget, "held": self.zone.held, "peak": self.zone.peak},
             "ledgers": self.zone.ledgers(),
             "consumers": self._consumers(),
