@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from qworker.broker.base import Connector, Delivery, MessageTooLarge, Properties, Session
+from qworker.broker.base import Connector, Consumer, Delivery, MessageTooLarge, Properties, Session
 from qworker.errors import (
     BrokerError,
     BrokerRefused,
@@ -94,6 +94,7 @@ class Courier:
         self._was_sent = was_sent
         self._reached = [-1] * len(routes)  # the last part of each model that was begun
         self._session: Session | None = None
+        self._consumer: Consumer | None = None
         self._opened = asyncio.Event()
         self._flying: dict[str, _Flight] = {}
         self._flying_bytes = 0
@@ -160,7 +161,13 @@ class Courier:
         """The run is over: wait a moment for answers that come twice, and delete the reply queue."""
         if self._doubles > 0:
             await self.settle_in()
-        await (await self._ready()).delete_queue(self._replies.name)
+        session, consumer = await self._ready(), self._consumer
+        try:
+            if consumer is not None:  # first of all: a consumer whose queue goes ends its session
+                await consumer.close()
+            await session.delete_queue(self._replies.name)
+        except BrokerUnavailable as exc:
+            _LOG.warning("the reply queue %s is left to expire: %s", self._replies.name, exc)
 
     def doubled(self) -> None:
         """A part that a former process sent is sent again: its answer may come twice."""
@@ -405,7 +412,7 @@ class Courier:
             await session.declare(self._replies)
             for route in self._routes:
                 await self._declare_lanes(session, route)
-            await session.consume(self._replies.name, self._take, prefetch=1000)
+            self._consumer = await session.consume(self._replies.name, self._take, prefetch=1000)
         except BaseException:
             await session.__aexit__(None, None, None)
             raise

@@ -251,6 +251,8 @@ def finished_already(prepared: Prepared) -> bool:
     output = prepared.ask.output
     if not output.exists():
         return False
+    if not prepared.marker.exists() and Journal(output).exists:
+        return False  # it was killed between putting the output in place and saying so
     if not prepared.marker.exists():
         raise OutputUnusable(
             f"the output {output} is there already, and not of a finished run: choose another, or delete it"

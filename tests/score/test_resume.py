@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from qworker.build.register import register
+from qworker.errors import OutputUnusable
+from qworker.score.journal import Journal
+from qworker.score.prepare import Ask, finished_already, prepare
 from qworker.store.local import LocalStore
 from tests.e2e.fleet import Fleet, queue_depths
 from tests.score.scoring import Scoring, check_rows, read, write_rows
@@ -211,3 +214,16 @@ def test_a_full_disk(fleet: Fleet, scoring: Scoring, tmp_path: Path) -> None:
     assert scoring.run(*command).code == 0
     check_rows(read(tmp_path / "out.parquet"), 300)
     fleet.finish()
+
+
+def test_killed_between_the_output_and_the_word_that_it_is_done(tmp_path: Path, score_store: Path) -> None:
+    """An output beside a journal is of that run, and no stranger's file: the run goes on."""
+    write_rows(tmp_path / "in.parquet", 10)
+    ask = Ask(str(tmp_path / "in.parquet"), tmp_path / "out.parquet", models=("echo",), resume=True)
+    prepared = prepare(ask, LocalStore(score_store).card)
+    (tmp_path / "out.parquet").write_bytes(b"complete")
+    with pytest.raises(OutputUnusable, match="there already"):
+        finished_already(prepared)
+    with Journal(ask.output) as journal:
+        journal.begin({"run": "x", **prepared.head})
+    assert not finished_already(prepared)
