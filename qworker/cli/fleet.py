@@ -18,7 +18,6 @@ from qworker.cli.asking import (
     OneWorker,
     Timeout,
     at_the_desk,
-    complain,
     finish,
     give_up,
     mib,
@@ -297,11 +296,3 @@ def _more(note: dict[str, Any]) -> str:
 
 def _when(at: float) -> str:
     return f"{datetime.fromtimestamp(at, UTC):%H:%M:%S}"
-
-
-def fleet_lines(model: str, broker: str | None, config: Any) -> list[str]:
-    """For ``models show``: a line on each worker."""
-    answers = at_the_desk(lambda desk, _: desk.give("why", {"model": model}), broker, config, False)
-    for line in answers.complaints():
-        complain(line)
-    return [f"{worker}: {view['state']}" for worker, view in sorted(answers.results().items())]

@@ -119,7 +119,8 @@ def show_model(
     version: Annotated[str | None, typer.Option("--version", help="The default one when left out.")] = None,
     store: Store = None,
     broker: Annotated[
-        str | None, typer.Option(help="Also ask there whether its loads have ended workers [QWORKER_BROKER]")
+        str | None,
+        typer.Option(help="Also ask there where it is hot, and whether its loads have ended workers [QWORKER_BROKER]"),
     ] = None,
     config: Config = None,
     as_json: AsJson = False,
@@ -130,9 +131,10 @@ def show_model(
     card = _or_fail(lambda: local.card(model, version))
     versions = _or_fail(lambda: local.versions(model))
     kept_back = _quarantine(settings, card)
+    everywhere = _everywhere(settings, card.model)
     if as_json:
         found = [build.as_json() for build in Builds(local).of(card)]
-        told = {} if kept_back is None else {"quarantine": kept_back}
+        told: dict[str, Any] = {} if kept_back is None else {"quarantine": kept_back, "workers": everywhere}
         _print_json({**card.model_dump(mode="json"), "versions": versions, "builds": found, **told})
         return
     table = Table(show_header=False, box=None)
@@ -154,6 +156,8 @@ def show_model(
         table.add_row(f"[bold]{name}[/bold]", _plain(value))
     if kept_back is not None:
         table.add_row("[bold]quarantine[/bold]", _plain(kept_back or "none"))
+        lines = [f"{worker}: {state}" for worker, state in sorted((everywhere or {}).items())]
+        table.add_row("[bold]workers[/bold]", _plain("\n".join(lines) or "none is connected"))
     _console().print(table)
 
 
@@ -196,6 +200,27 @@ def _quarantine(settings: Settings, card: Card) -> str | None:
         return "" if found is None else found.reason
 
     return _or_fail(lambda: asyncio.run(ask()))
+
+
+def _everywhere(settings: Settings, model: str) -> dict[str, str] | None:
+    """Its state on each worker, or that the worker does not answer; None where no broker was named."""
+    if "broker" not in settings.sources:
+        return None
+    from qworker.api import connector_for
+    from qworker.watch.orders import Desk, NoWorker
+
+    async def ask() -> dict[str, str]:
+        async with await connector_for(settings, "qworker-models").connect() as session, Desk(session) as desk:
+            answers = await desk.give("why", {"model": model})
+        states = {worker: view["state"] for worker, view in answers.results().items()}
+        return {**dict.fromkeys((*answers.silent, *answers.errors()), "does not answer"), **states}
+
+    try:
+        return asyncio.run(ask())
+    except NoWorker:
+        return {}
+    except QworkerError as exc:
+        _fail(exc)
 
 
 def _declare(settings: Settings, cards: Sequence[Card]) -> bool:

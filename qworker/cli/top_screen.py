@@ -89,7 +89,9 @@ def render(view: View, screen: Screen, *, height: int = 50) -> Group:
     if view["loading"]:
         parts.append(_table("loading", ("worker", "stage", "seconds", "percent"), _loads(view["loading"])))
     if cold:
-        parts.append(_table("cold, with jobs", ("ready", "waits on", "seconds", "why"), _cold(cold, screen)))
+        parts.append(
+            _table("cold, with jobs", ("ready", "waits on", "seconds", "then loads", "why"), _cold(cold, screen))
+        )
     if view["evictions"]:
         parts.append(_table("evicted", ("worker", "why"), _evictions(view["evictions"])))
     foot = f"filter: {screen.filter}_" if screen.typing else screen.message or HELP
@@ -182,6 +184,7 @@ def _cold(rows: Sequence[Row], screen: Screen) -> list[tuple[Sequence[str], bool
                 "" if row["ready"] is None else str(row["ready"]),
                 row["worker"] or "",
                 "" if row["seconds"] is None else f"{row['seconds']:.1f}",
+                "" if row["load_seconds"] is None else f"{row['load_seconds']:.1f} s",
                 row["why"] or "no worker has claimed it yet",
             ),
             (row["model"], row["worker"]) == screen.selected,

@@ -189,17 +189,23 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
 
 def _cold(seen: Sequence[tuple[str, _Seen]], there: set[str]) -> list[dict[str, Any]]:
-    """Models with jobs that nobody runs: those that wait for bytes, and those in whose queue the sweeper saw some."""
+    """Models with jobs that nobody runs: those that wait for bytes, and those in whose queue the sweeper saw some.
+
+    ``load_seconds``: what is left to wait once the bytes are free, by the card.
+    """
     found: dict[str, dict[str, Any]] = {}
+    unknown = dict.fromkeys(("ready", "worker", "seconds", "why", "load_seconds"))
     for _, each in seen:
         for model, ready in each.last["queues"].items():
             if model not in there:
-                found.setdefault(model, {"model": model, "ready": 0, "worker": None, "seconds": None, "why": None})
-                found[model]["ready"] = max(ready, found[model]["ready"])
+                row = found.setdefault(model, {"model": model, **unknown})
+                row["ready"] = max(ready, row["ready"] or 0)
     for worker, each in seen:
+        expected = {load["model"]: load["expected"] for load in each.last["loading"]}
         for waiting in each.last["waiting"]:
-            row = found.setdefault(waiting["model"], {"model": waiting["model"], "ready": None})
+            row = found.setdefault(waiting["model"], {"model": waiting["model"], **unknown})
             row.update(worker=worker, seconds=round(waiting["seconds"], 1), why=waiting["why"])
+            row["load_seconds"] = expected.get(waiting["model"])
     return sorted(found.values(), key=lambda row: -(row["seconds"] or 0.0))
 
 

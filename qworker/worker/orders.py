@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import structlog
@@ -38,7 +38,7 @@ Answer = Callable[[OfModel], Awaitable[Mapping[str, Any]]]
 
 
 class Orders:
-    """The verbs of the operator. Owned here: the pins by order."""
+    """The verbs of the operator. Owned here: the pins by order, and which models are pinned without one."""
 
     def __init__(
         self,
@@ -51,8 +51,10 @@ class Orders:
         look: Callable[[], Mapping[str, Any]],
         *,
         pin_quota: float,
+        pinned: Iterable[str] = (),
     ) -> None:
-        """``look`` is the worker's snapshot; ``pin_quota`` the share of the budget that pins by order may keep."""
+        """``look`` is the worker's snapshot; ``pin_quota`` the share of the budget that pins by order may keep;
+        ``pinned`` are those that the settings pin."""
         self._parts = parts
         self._tenants = tenants
         self._claim = claim
@@ -62,6 +64,7 @@ class Orders:
         self._look = look
         self._pin_quota = pin_quota
         self._pins = Pins()
+        self._always = set(pinned)
         self._stirred = asyncio.Event()
 
     def verbs(self) -> dict[str, Verb]:
@@ -157,6 +160,7 @@ class Orders:
         was = self._pins.drop(asked.model) or any(
             row.pinned for row in self._parts.zone.rows() if row.model == asked.model
         )
+        self._always.discard(asked.model)
         self._parts.zone.unpin(asked.model)
         self._note(asked.model, "unpinned")
         return {"pinned": False, "changed": was}
@@ -259,7 +263,10 @@ class Orders:
 
     def _apply_pins(self) -> None:
         for model, holds in self._pins.look(time.time()).items():
-            (self._parts.zone.pin if holds else self._parts.zone.unpin)(model)
+            if holds or model in self._always:
+                self._parts.zone.pin(model)
+            else:
+                self._parts.zone.unpin(model)
 
     async def _forget_kills(self, model: str) -> bool:
         """Take what is on the broker's record against the model's build off it; True when there was something."""

@@ -194,6 +194,7 @@ class Worker:
             self._watched,
             self.snapshot,
             pin_quota=settings.pin_quota,
+            pinned=settings.pin,
         )
         verbs = {"cancel": self._cancel, **self._orders.verbs()}
         self._control = Control(settings.name, verbs, self._answered.hear, self._peers.heard)

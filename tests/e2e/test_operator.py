@@ -47,6 +47,8 @@ def test_orders_about_models(fleet: Fleet, caller: Caller) -> None:
     fleet.workers[0].wait_event("model.loaded", model="table-a")
     wait_until_sync(lambda: fleet.workers[0].is_hot("table-a"), what="table-a is hot")
     assert "hot on worker-0" in asked(fleet, "why", "table-a")["verdict"]
+    shown = asked(fleet, "models", "show", "table-a", "--store", str(fleet.store))
+    assert shown["workers"] == {"worker-0": "hot", "worker-1": "cold"}
     [row] = [row for row in asked(fleet, "models", "ls")["models"] if row["model"] == "table-a"]
     assert (row["worker"], row["state"]) == ("worker-0", "hot")
 
@@ -190,4 +192,18 @@ def test_top_in_a_terminal(fleet: Fleet, caller: Caller) -> None:
         process.kill()
         process.wait(10)
         os.close(ours)
+    fleet.finish()
+
+
+def test_a_pin_ends_and_that_of_the_settings_does_not(fleet: Fleet, caller: Caller) -> None:
+    """An order for a time leaves what the settings say as it was; to unpin is to unpin."""
+    fleet.start(1, pin="echo")
+    caller.wait([caller.job(model, inputs_of(model, 1)) for model in ("echo", "other")])
+    [worker] = fleet.workers
+    for model in ("echo", "other"):
+        answers(fleet, "models", "pin", model, "--for", "1")
+    wait_until_sync(lambda: worker.state()["pins"] == {}, 30, what="the orders are over")
+    assert [(worker.row(model) or {})["pinned"] for model in ("echo", "other")] == [True, False]
+    answers(fleet, "models", "unpin", "echo")
+    assert (worker.row("echo") or {})["pinned"] is False
     fleet.finish()

@@ -60,10 +60,12 @@ def test_cold_models_with_jobs() -> None:
     fleet, measures = Fleet(), Measures()
     measures.depths = {"hot": [(3, 1)], "waits": [(2, 0)], "cold": [(7, 0), (1, 0)], "empty": [(0, 0)]}
     waiting = [{"model": "waits", "seconds": 4.0, "why": "needs 9 MiB"}]
+    measures.chronicle.enter("waits", "room", 2.5)
     fleet.take(told("w", 1.0, measures, row("hot"), row("waits", "waiting"), waiting=waiting), 1.0)
     cold = {each["model"]: each for each in fleet.view(1.0)["cold"]}
     assert {model: each["ready"] for model, each in cold.items()} == {"waits": 2, "cold": 8}
     assert (cold["waits"]["worker"], cold["waits"]["why"]) == ("w", "needs 9 MiB")
+    assert (cold["waits"]["load_seconds"], cold["cold"]["load_seconds"]) == (2.5, None)
 
 
 def test_who_is_silent_and_who_has_gone() -> None:
