@@ -113,7 +113,10 @@ class Stage:
         for _ in range(count):
             self._one_more()
         for life in self.lives:
-            life.worker.wait_ready(90)
+            try:
+                life.worker.wait_ready(90)
+            except OSError as error:  # it ended between two looks at it
+                raise AssertionError(f"{life.worker.name} ended: {life.worker.text()[-3000:]}") from error
         self._watch.start()
 
     def kill(self, draw: float, *, serving: bool = False) -> str:
