@@ -220,6 +220,11 @@ def claimed(model: str) -> str:
     return f"claimed.{model}"
 
 
+def batch_opened(model: str) -> str:
+    """The routing key, in ``EVENTS``, of the news that ``model`` has a batch queue now; ``#`` stands for all."""
+    return f"batch.{model}"
+
+
 def alive(worker: str) -> str:
     """The routing key, in ``EVENTS``, of the word that a worker says every few seconds."""
     return f"alive.{worker}"

@@ -18,7 +18,17 @@ from qworker.errors import InvalidInput, PublishFailed, QworkerError
 from qworker.wire.codec import reply_kind
 from qworker.wire.control import decode_order, encode_order_reply
 from qworker.wire.names import shown
-from qworker.wire.topology import ANSWERED, CONTROL, EVENTS, Binding, alive, control_queue, order_key, takes_replies
+from qworker.wire.topology import (
+    ANSWERED,
+    CONTROL,
+    EVENTS,
+    Binding,
+    alive,
+    batch_opened,
+    control_queue,
+    order_key,
+    takes_replies,
+)
 from qworker.worker.peers import is_pulse
 
 log = structlog.get_logger(__name__)
@@ -38,12 +48,15 @@ class Control:
         verbs: Mapping[str, Verb],
         heard: Callable[[bytes], None],
         met: Callable[[str], None],
+        opened: Callable[[str], None],
     ) -> None:
-        """``heard`` gets the news of jobs that another worker has answered, ``met`` the keys of others' pulses."""
+        """``heard`` gets the news of jobs that another worker has answered, ``met`` the keys of others' pulses,
+        ``opened`` the models that have a batch queue now."""
         self._worker = worker
         self._verbs = verbs
         self._heard = heard
         self._met = met
+        self._opened = opened
 
     async def run(self, session: Session) -> None:
         """Obey until the session ends (BrokerUnavailable) or it is cancelled."""
@@ -54,6 +67,7 @@ class Control:
             Binding(CONTROL, queue, order_key("*", self._worker)),
             Binding(EVENTS, queue, ANSWERED),
             Binding(EVENTS, queue, alive("#")),
+            Binding(EVENTS, queue, batch_opened("#")),
         )
         async with asyncio.TaskGroup() as tasks:
 
@@ -69,8 +83,10 @@ class Control:
     async def _take(self, session: Session, delivery: Delivery) -> None:
         if is_pulse(delivery.routing_key):
             self._met(delivery.routing_key)
-        elif delivery.exchange == EVENTS:
+        elif delivery.exchange == EVENTS and delivery.routing_key == ANSWERED:
             self._heard(delivery.body)
+        elif delivery.exchange == EVENTS:
+            self._opened(delivery.routing_key.removeprefix(batch_opened("")))
         else:
             await self._obey(session, delivery)
         await delivery.ack()

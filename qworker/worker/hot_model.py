@@ -146,6 +146,10 @@ class HotModel:
         """Told by the worker: the lease may be gone, look."""
         self._stirred.set()
 
+    def look_again(self) -> None:
+        """Told by the worker: there is a lane that was not there before."""
+        self._stirred.set()
+
     def consumers(self) -> tuple[int, dict[str, int]]:
         """How many consumers we have, as we believe, and how many the broker counts in each lane."""
         mine = self._subscribed

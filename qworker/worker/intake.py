@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from qworker.broker.base import Delivery, Session
+from qworker.broker.base import Delivery, Properties, Session
 from qworker.errors import DeadlineExceeded, InvalidInput, PublishFailed, StoreError, UnknownModel, Unroutable
 from qworker.telemetry.counters import Counters
 from qworker.wire.names import check_model_id, shown
@@ -22,11 +22,13 @@ from qworker.wire.topology import (
     ACTIVATION,
     BACKLOG,
     BATCH,
+    EVENTS,
     EXPIRED,
     REASON_HEADER,
     UNROUTABLE,
     Lane,
     QueueType,
+    batch_opened,
     lane_topology,
 )
 from qworker.worker.expired import Expired
@@ -172,6 +174,8 @@ class Intake:
                 opens = self._opens[lane, model] = now + QUEUE_YOUTH
             await asyncio.sleep(max(0.0, opens - now))
         await session.declare(*bindings)
+        if lane == "batch":  # whoever has the model hot is to consume it: its jobs leave no hint
+            await session.publish(EVENTS, batch_opened(model), b"", Properties())
 
     async def _send_on(self, session: Session, delivery: Delivery) -> bool:
         """Publish a stray again; False when it has still no queue to go to.

@@ -197,7 +197,7 @@ class Worker:
             pinned=settings.pin,
         )
         verbs = {"cancel": self._cancel, **self._orders.verbs()}
-        self._control = Control(settings.name, verbs, self._answered.hear, self._peers.heard)
+        self._control = Control(settings.name, verbs, self._answered.hear, self._peers.heard, self._batch_opened)
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -287,6 +287,12 @@ class Worker:
             tenant.session_ended()
         if reason is not None:
             raise reason
+
+    def _batch_opened(self, model: str) -> None:
+        """Told by whoever made a batch queue: its jobs leave no hint where the model is hot."""
+        self._registry.has_batch_lane(model)
+        if (tenant := self._tenants.get(model)) is not None:
+            tenant.look_again()
 
     async def _take_part(self, session: Session) -> None:
         """Intake and sweep, but for the time in which an operator has this worker drained."""

@@ -58,7 +58,7 @@ def test_the_backend_runs_a_slimmed_model() -> None:
     engine.close()
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 2000))
 def test_no_bytes_break_it(garbage: bytes, cut: int) -> None:
     """Garbage, and a model that is cut short, are left to the library."""

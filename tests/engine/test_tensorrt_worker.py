@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from qworker.cli.worker import DEVICE_LOST
+from qworker.wire.topology import lane_queue
 from tests.e2e.caller import JSON, Caller
-from tests.e2e.fleet import Fleet, WorkerProcess
+from tests.e2e.fleet import Fleet, WorkerProcess, queue_depths
 from tests.e2e.models import put
 from tests.support.fakegpu import environment
 from tests.support.fakegpu.store import put_plan
@@ -163,6 +164,8 @@ def test_one_worker_process_for_each_device(fleet: Fleet, caller: Caller) -> Non
     wait_until_sync(lambda: sorted(started()) == ["00", "01"], 60, what="both devices have a worker")
     names = {f"{supervisor.name}-0", f"{supervisor.name}-1"}
     wait_until_sync(lambda: {line["name"] for line in supervisor.events("worker.started")} == names)
+    supervisor.wait_event("broker.connected")
+    wait_until_sync(lambda: lane_queue("jobs", "fragile") in queue_depths(fleet.url, [lane_queue("jobs", "fragile")]))
     bad = caller.job("fragile", {"x": np.full((1, 3), POISON, np.float32)})
     supervisor.wait_event("worker.ended", code=DEVICE_LOST)
     assert caller.wait([bad], 90)[bad].code == "inference_failed", "after two processes the book refuses it"
