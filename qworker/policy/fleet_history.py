@@ -6,6 +6,7 @@ some per cent too high ranks no model wrongly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class FleetUse:
         if found is None:
             if len(self._sums) >= MOST_MODELS:
                 return
-            found = self._sums[row.model] = _Sum(last=row.minute * MINUTE)
+            found = self._sums[row.model] = _Sum(last=-math.inf)
         self.rows += 1
         if row.requests:
             at = (row.minute + 0.5) * MINUTE

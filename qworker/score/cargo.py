@@ -13,6 +13,8 @@ from qworker.wire.messages import Failure, Result
 from qworker.wire.topology import Queue
 
 REPLY_QUEUE_DAYS = 7
+REPLY_PREFETCH = 1000
+"""Answers that the broker lets us have before they are acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)

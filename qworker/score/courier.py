@@ -31,7 +31,7 @@ from qworker.errors import (
 )
 from qworker.policy.flow import Window
 from qworker.policy.offline import PAUSES, After, after_failure, pieces
-from qworker.score.cargo import Answer, Piece, Route, Tally
+from qworker.score.cargo import REPLY_PREFETCH, Answer, Piece, Route, Tally
 from qworker.wire.codec import decode_reply, encode_job
 from qworker.wire.messages import MSGPACK, Failure, Job, Result
 from qworker.wire.reference import Referenced
@@ -412,7 +412,7 @@ class Courier:
             await session.declare(self._replies)
             for route in self._routes:
                 await self._declare_lanes(session, route)
-            self._consumer = await session.consume(self._replies.name, self._take, prefetch=1000)
+            self._consumer = await session.consume(self._replies.name, self._take, prefetch=REPLY_PREFETCH)
         except BaseException:
             await session.__aexit__(None, None, None)
             raise

@@ -21,7 +21,7 @@ from qworker.policy.flow import Window
 from qworker.policy.offline import Group, turns
 from qworker.score.arrow import pyarrow
 from qworker.score.assemble import Answers, assemble, write_errors
-from qworker.score.cargo import Answer, Piece, Route, Tally, acknowledge, reply_queue
+from qworker.score.cargo import REPLY_PREFETCH, Answer, Piece, Route, Tally, acknowledge, reply_queue
 from qworker.score.courier import Courier
 from qworker.score.feed import Feed
 from qworker.score.journal import Failed, Journal, RecordHead, packed_rows
@@ -31,6 +31,8 @@ from qworker.score.tables import by_row, shapes_of
 from qworker.wire.topology import QueueType
 
 FLUSH_SECONDS = 1.0
+FLUSH_ANSWERS = REPLY_PREFETCH // 4
+"""Those of two flushes wait for their acks: fewer than the broker lets us have, or it would send no more."""
 FLUSH_BYTES = 8 << 20
 RATE_ROWS = 1000
 """Rows before a rate of errors is one."""
@@ -226,7 +228,7 @@ class _Run:
                 self._check_rate()
                 self._tell("scoring")
                 due = time.monotonic() - self._flushed_at > FLUSH_SECONDS
-                if due or self._bytes > FLUSH_BYTES:
+                if due or self._bytes > FLUSH_BYTES or len(self._answers) >= FLUSH_ANSWERS:
                     await self._flush()
 
     def _take(self, answer: Answer) -> None:

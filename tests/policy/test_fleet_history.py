@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qworker.policy.eviction import Gdsf, Usage
@@ -24,6 +24,7 @@ def use_of(rows: list[Minute]) -> dict[str, Usage]:
     return use.usages(NOW * MINUTE)
 
 
+@example([(0, 0), (1, 1)])  # a minute without a call is the latest one
 @given(st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 50)), min_size=1, max_size=30))
 def test_counts_are_those_of_a_policy_that_saw_all(minutes: list[tuple[int, int]]) -> None:
     """Whatever the order in which minutes come: each use counts half after a half-life."""
