@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -74,6 +75,7 @@ class EngineDouble:
 class BackendDouble:
     """Engines of ``engine_bytes`` each, which load, run and close when the test lets them.
 
+    ``load_seconds`` is what a load takes at least: where keys are compared, noise must not decide.
     ``load_error`` and ``warm_up_error`` are raised by the stages they name.
     """
 
@@ -84,11 +86,13 @@ class BackendDouble:
         self.engines: list[EngineDouble] = []
         self.engine_bytes = 0
         self.used = 0
+        self.load_seconds = 0.0
         self.load_error: Exception | None = None
         self.warm_up_error: Exception | None = None
 
     def load(self, source: ModelSource) -> EngineDouble:
         self.loading.go_through()
+        time.sleep(self.load_seconds)
         if self.load_error is not None:
             raise self.load_error
         engine = EngineDouble(self, source.model)

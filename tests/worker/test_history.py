@@ -133,6 +133,7 @@ async def test_a_restart_is_warm(
 ) -> None:
     """What was used most is loaded again before anybody asks, into the share of the budget that it may have."""
     kept = {"history": str(tmp_path / "w.json"), "memory": 64 * MIB, "warm_start": 0.7}
+    backend.load_seconds = 0.2
     async with running(amqp_url, identities, backend, **kept):
         await use(client, "a", 1)
         await use(client, "b", 5)
