@@ -156,6 +156,7 @@ def test_broker_stops_and_starts_under_traffic(lonely: Fleet, late_node: LateNod
         wait_until_sync(
             lambda model=model: [worker.is_hot(model) for worker in lonely.workers].count(True) == 1,
             what=f"{model} is hot on one worker",
+            timeout=40,
         )
     lonely.finish()
 
