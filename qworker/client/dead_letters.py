@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from qworker.broker.base import Delivery, Properties, Session
 from qworker.errors import BrokerError
 from qworker.wire.topology import CAUSE_HEADER, DEAD, DEADLINE_HEADER, JOBS, strike_queue
@@ -189,16 +191,7 @@ def _fresh(asked: Properties, letter: Letter) -> Properties:
     deadline = headers.get(DEADLINE_HEADER)
     if type(deadline) is int and deadline < time.time() * 1000:
         del headers[DEADLINE_HEADER]
-    return Properties(
-        message_id=asked.message_id,
-        correlation_id=asked.correlation_id,
-        reply_to=asked.reply_to,
-        content_type=asked.content_type,
-        timestamp_ms=asked.timestamp_ms,
-        priority=asked.priority,
-        persistent=True,
-        headers={**headers, REQUEUED: letter.requeued + 1},
-    )
+    return replace(asked, expiration_ms=None, persistent=True, headers={**headers, REQUEUED: letter.requeued + 1})
 
 
 def _death(headers: Mapping[str, Any]) -> Mapping[str, Any]:

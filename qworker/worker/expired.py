@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+from msgspec.structs import replace
+
 from qworker.broker.base import Delivery, Properties
 
 
@@ -40,13 +42,4 @@ class Expired:
 def _without_deaths(asked: Properties, headers: Mapping[str, Any]) -> Properties:
     """The envelope as the publisher made it: a dead letter of the job may be published again, and then counts anew."""
     kept = {name: value for name, value in headers.items() if not name.startswith(("x-first-death-", "x-last-death-"))}
-    return Properties(
-        message_id=asked.message_id,
-        correlation_id=asked.correlation_id,
-        reply_to=asked.reply_to,
-        content_type=asked.content_type,
-        timestamp_ms=asked.timestamp_ms,
-        priority=asked.priority,
-        persistent=asked.persistent,
-        headers=kept,
-    )
+    return replace(asked, expiration_ms=None, headers=kept)

@@ -142,12 +142,8 @@ class HotModel:
         self._go(forced=True)
         self._parts.zone.give_up(self.model)
 
-    def session_ended(self) -> None:
-        """Told by the worker: the lease may be gone, look."""
-        self._stirred.set()
-
     def look_again(self) -> None:
-        """Told by the worker: there is a lane that was not there before."""
+        """Told by the worker: the session has ended, and the lease with it, or there is a lane that was not there."""
         self._stirred.set()
 
     def consumers(self) -> tuple[int, dict[str, int]]:

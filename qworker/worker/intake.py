@@ -165,7 +165,8 @@ class Intake:
         """Declare a model's queue, and let jobs into it once it is old enough to keep them."""
         queue, *bindings = lane_topology(lane, model, self._queue_type)
         await session.declare(queue)
-        if lane == "batch":
+        is_news = lane == "batch" and model not in self._registry.batch_lanes()
+        if is_news:
             self._registry.has_batch_lane(model)
         if self._queue_type == "quorum":
             now = asyncio.get_running_loop().time()
@@ -174,7 +175,7 @@ class Intake:
                 opens = self._opens[lane, model] = now + QUEUE_YOUTH
             await asyncio.sleep(max(0.0, opens - now))
         await session.declare(*bindings)
-        if lane == "batch":  # whoever has the model hot is to consume it: its jobs leave no hint
+        if is_news:  # whoever has the model hot is to consume it: its jobs leave no hint
             await session.publish(EVENTS, batch_opened(model), b"", Properties())
 
     async def _send_on(self, session: Session, delivery: Delivery) -> bool:

@@ -158,8 +158,7 @@ class OfflineLane:
         """Finish what has begun, and give the rest back. The consumer is cancelled by then."""
         self._stopping = True
         self.server.window = 0
-        held, self._held = list(self._held), deque[tuple[Callable[[Delivery], None], Delivery]]()
-        for _, delivery in held:
+        for delivery in self._let_go():
             await delivery.give_back()
         self._threads.hurry(True)
         try:
@@ -169,8 +168,16 @@ class OfflineLane:
 
     def session_lost(self) -> None:
         """The broker has all of it back."""
-        self._held.clear()
+        self._let_go()
         self.server.session_lost()
+
+    def _let_go(self) -> list[Delivery]:
+        """What was not begun. It comes again as a redelivery, perhaps to us, and has ended no worker."""
+        held = [delivery for _, delivery in self._held]
+        self._held.clear()
+        for delivery in held:
+            self.server.ward.firewall.survived(self.server.model, delivery.properties.message_id)
+        return held
 
 
 def _give_way() -> None:

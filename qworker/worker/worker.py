@@ -284,7 +284,7 @@ class Worker:
             stopping.cancel()
             reason = await lost  # while the models leave, the session stays open for them
         for tenant in self._tenants.values():
-            tenant.session_ended()
+            tenant.look_again()
         if reason is not None:
             raise reason
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qworker.broker.base import Delivery, Properties, Session
 from qworker.broker.reference.session import AioPikaConnector
@@ -37,6 +38,8 @@ class Requester:
         expiration_ms: int | None = None,
         reply_to: str | None = "answers",
         priority: int | None = None,
+        exchange: str = JOBS,
+        x: NDArray[np.float32] = X,
     ) -> None:
         """Both of ``deadline`` (unix seconds) and ``expiration_ms``, or one, or none."""
         headers = {PUBLISHED_HEADER: int(time.time() * 1000)}
@@ -52,8 +55,8 @@ class Requester:
             expiration_ms=expiration_ms,
             headers=headers,
         )
-        body = encode_job(Job(job_id, model, (tensor("x", X),)), MSGPACK)
-        await self.session.publish(JOBS, model, body, envelope, mandatory=True)
+        body = encode_job(Job(job_id, model, (tensor("x", x),)), MSGPACK)
+        await self.session.publish(exchange, model, body, envelope, mandatory=True)
 
     def take(self, delivery: Delivery) -> None:
         answer = decode_reply(delivery.body, delivery.properties.content_type)
