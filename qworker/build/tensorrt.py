@@ -84,15 +84,6 @@ def toolkit(target: Target) -> Toolkit:
     return Toolkit(target, trt, str(trt.__version__), logger, complaints)
 
 
-def is_installed(target: Target) -> bool:
-    """Whether the library can be loaded here."""
-    try:
-        _load(target)
-    except ModelRefused:
-        return False
-    return True
-
-
 def progress_monitor(trt: Any, watch: Watch, cancelled: threading.Event) -> Any:
     """A monitor that tells ``watch``, and ends the build once ``cancelled`` is set."""
 

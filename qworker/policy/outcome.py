@@ -13,13 +13,6 @@ from enum import StrEnum
 
 from qworker.errors import (
     BrokerError,
-    CallTimeout,
-    DeadlineExceeded,
-    DeviceLost,
-    DeviceMemoryFull,
-    ModelTooLarge,
-    ModelUnavailable,
-    OutOfMemory,
     PoisonJob,
     QworkerError,
     UnknownModel,
@@ -133,33 +126,24 @@ def of_unsent(error: BrokerError | type[BrokerError], *, attempts: int, max_atte
 
 
 class FailureClass(StrEnum):
-    """What went wrong with an attempt; each class has a budget of its own."""
+    """How a run ended that left no outcome; each has a budget of its own.
 
-    BAD_INPUT = "bad_input"
-    """The job, or what the engine makes of it, is at fault: the same again fails again."""
-    MODEL_UNAVAILABLE = "model_unavailable"
-    """The model's trouble, not the job's: loads are tried again (``policy.backoff``), the job waits."""
-    OUT_OF_MEMORY = "out_of_memory"
-    """Too much at once: a smaller batch, then alone, then it is answered."""
-    DEVICE_FAULT = "device_fault"
-    """The device gave up while the job ran alone, and the process had to end."""
-    TIME_OUT = "time_out"
-    """Nobody waits for the answer any more."""
+    All else has an outcome at once: bad input and a time that is over are answered and never tried again, a model
+    that does not load is ``policy.backoff``'s, and too little memory leads to a run alone (``worker.detours``).
+    """
+
     CRASH = "crash"
     """The process ended while the job ran alone."""
+    DEVICE_FAULT = "device_fault"
+    """The device gave up while the job ran alone, and the process had to end."""
     UNSENT = "unsent"
     """It ran, and its answer did not leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Attempts of one job, the first one included, by what went wrong with them; 1: never again."""
+    """Attempts of one job, the first one included, by what went wrong with them."""
 
-    bad_input: int = 1
-    time_out: int = 1
-    model_unavailable: int = 3
-    """Loads, by whichever jobs want them."""
-    out_of_memory: int = 2
     crash: int = 3
     device_fault: int = 5
     """More than for a crash: a device fails by itself more often than a process ends by itself."""
@@ -167,25 +151,6 @@ class Budgets:
 
     def of(self, kind: FailureClass) -> int:
         return int(getattr(self, kind.value))
-
-
-def class_of(error: BaseException | type[BaseException]) -> FailureClass:
-    """The class of what an attempt ended with."""
-    kind = error if isinstance(error, type) else type(error)
-    for classes, failure in _CLASSES:
-        if issubclass(kind, classes):
-            return failure
-    return FailureClass.BAD_INPUT if issubclass(kind, QworkerError) else FailureClass.CRASH
-
-
-_CLASSES: tuple[tuple[tuple[type[BaseException], ...], FailureClass], ...] = (
-    ((DeadlineExceeded, CallTimeout, TimeoutError), FailureClass.TIME_OUT),
-    ((OutOfMemory, DeviceMemoryFull, MemoryError), FailureClass.OUT_OF_MEMORY),
-    ((ModelUnavailable, ModelTooLarge, UnknownModel), FailureClass.MODEL_UNAVAILABLE),
-    ((DeviceLost,), FailureClass.DEVICE_FAULT),
-    ((PoisonJob,), FailureClass.CRASH),
-    ((BrokerError,), FailureClass.UNSENT),
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from qworker.policy.outcome import (
     Settle,
     Strikes,
     To,
-    class_of,
     decide,
     deliveries,
     used_up,
@@ -87,28 +86,6 @@ def test_each_class_has_a_budget_of_its_own() -> None:
     assert used_up(Strikes(begun=2, unsent=2), budgets) is None
     assert used_up(Strikes(begun=3, unsent=3), budgets) is FailureClass.UNSENT
     assert used_up(Strikes(begun=5, device_faults=3), budgets) is FailureClass.CRASH
-    assert {kind for kind in FailureClass if budgets.of(kind) == 1} == {FailureClass.BAD_INPUT, FailureClass.TIME_OUT}
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (errors.InvalidInput("no"), FailureClass.BAD_INPUT),
-        (errors.InferenceFailed, FailureClass.BAD_INPUT),
-        (errors.ModelUnavailable, FailureClass.MODEL_UNAVAILABLE),
-        (errors.DeadlineExceeded, FailureClass.TIME_OUT),
-        (errors.DeviceMemoryFull, FailureClass.OUT_OF_MEMORY),
-        (MemoryError(), FailureClass.OUT_OF_MEMORY),
-        (errors.OutOfMemory, FailureClass.OUT_OF_MEMORY),
-        (errors.DeviceLost("gone"), FailureClass.DEVICE_FAULT),
-        (errors.PoisonJob, FailureClass.CRASH),
-        (errors.PublishFailed, FailureClass.UNSENT),
-        (ZeroDivisionError(), FailureClass.CRASH),
-    ],
-)
-def test_the_class_of_what_went_wrong(error: BaseException | type[BaseException], kind: FailureClass) -> None:
-    """What is nobody's known error ends the process."""
-    assert class_of(error) is kind
 
 
 @pytest.mark.parametrize(
