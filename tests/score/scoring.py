@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -97,7 +98,14 @@ class Scoring:
         environment |= {"PYTHONPATH": str(ROOT), **more}
         command = [*COMMAND, "score", "--json", "--store", str(self.store), "--broker", self.url, *map(str, arguments)]
         process = subprocess.Popen(
-            command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # Whoever starts the tests in the background has interrupts ignored, and children would inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )
         self._started.append(process)
         return process
