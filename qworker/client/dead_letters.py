@@ -20,6 +20,8 @@ from qworker.wire.topology import CAUSE_HEADER, DEAD, DEADLINE_HEADER, JOBS, str
 
 SILENCE_SECONDS = 3.0
 """After which no more letters are expected: some were taken by somebody else meanwhile."""
+RETURN_SECONDS = 3.0
+RETURN_LOOK = 0.02
 PREFETCH = 10_000
 
 _OURS = "x-qworker-"
@@ -96,7 +98,7 @@ class DeadLetters:
 
         async def leave(_: Delivery, __: Letter) -> None: ...
 
-        return await self._each(wanted, leave, limit)
+        return await self._each(wanted, leave, limit, takes=False)
 
     async def body(self, job_id: str) -> tuple[Letter, bytes] | None:
         """The first letter of that job, and the job as it came; None where there is none."""
@@ -105,7 +107,7 @@ class DeadLetters:
         async def keep(delivery: Delivery, letter: Letter) -> None:
             found.append((letter, delivery.body))
 
-        await self._each(Wanted(jobs=frozenset({job_id})), keep, 1)
+        await self._each(Wanted(jobs=frozenset({job_id})), keep, 1, takes=False)
         return found[0] if found else None
 
     async def requeue(self, wanted: Wanted, *, limit: int | None = None) -> list[Letter]:
@@ -121,7 +123,7 @@ class DeadLetters:
             await self._session.publish(letter.exchange, letter.model, delivery.body, again, mandatory=True)
             await delivery.ack()
 
-        return await self._each(wanted, put_back, limit)
+        return await self._each(wanted, put_back, limit, takes=True)
 
     async def drop(self, wanted: Wanted, *, limit: int | None = None) -> list[Letter]:
         """Take them out for good; those that were."""
@@ -129,11 +131,12 @@ class DeadLetters:
         async def forget(delivery: Delivery, _: Letter) -> None:
             await delivery.ack()
 
-        return await self._each(wanted, forget, limit)
+        return await self._each(wanted, forget, limit, takes=True)
 
     async def _each(
-        self, wanted: Wanted, do: Callable[[Delivery, Letter], Awaitable[None]], limit: int | None
+        self, wanted: Wanted, do: Callable[[Delivery, Letter], Awaitable[None]], limit: int | None, *, takes: bool
     ) -> list[Letter]:
+        """``do`` takes the letter out, or leaves it."""
         depth = await self._session.depth(DEAD)
         if depth is None:
             raise BrokerError(f"there is no queue {DEAD} on this broker: start a worker there, or register a model")
@@ -155,7 +158,16 @@ class DeadLetters:
                     done.append(letter)
         finally:
             await consumer.close()  # the others go back
+        await self._until_back(depth.ready - (len(done) if takes else 0))
         return sorted(done, key=lambda letter: letter.at or 0.0)
+
+    async def _until_back(self, count: int) -> None:
+        """The broker takes letters back after it has confirmed the close: who looks next is to find all of them."""
+        until = time.monotonic() + RETURN_SECONDS  # somebody else may have taken some
+        while (depth := await self._session.depth(DEAD)) is not None and depth.ready < count:
+            if time.monotonic() > until:
+                return
+            await asyncio.sleep(RETURN_LOOK)
 
 
 def letter_of(delivery: Delivery) -> Letter:

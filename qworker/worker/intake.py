@@ -10,12 +10,21 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
 
-from qworker.broker.base import Delivery, Properties, Session
-from qworker.errors import DeadlineExceeded, InvalidInput, PublishFailed, StoreError, UnknownModel, Unroutable
+from qworker.broker.base import Consumer, Delivery, Properties, Session
+from qworker.errors import (
+    BrokerError,
+    DeadlineExceeded,
+    InvalidInput,
+    PublishFailed,
+    StoreError,
+    UnknownModel,
+    Unroutable,
+)
 from qworker.telemetry.counters import Counters
 from qworker.wire.names import check_model_id, shown
 from qworker.wire.topology import (
@@ -48,6 +57,8 @@ STRAYS_LINGER = 30.0
 
 Claim = Callable[[str, bool, "Hint"], bool]
 """Start claiming a model (for a replica, when the flag is set); False when the hint is of no use here."""
+
+Handle = Callable[[Session, Delivery], Coroutine[Any, Any, None]]
 
 
 class Hint:
@@ -94,26 +105,53 @@ class Intake:
         self._load_slots = load_slots
         self._queue_type: QueueType = queue_type
         self._opens: dict[tuple[Lane, str], float] = {}  # when a new queue may take jobs, by the loop's clock
+        self._lasting: asyncio.TaskGroup | None = None
+        self._ending: set[asyncio.Task[BrokerError | None]] = set()
+        self._rests = asyncio.Event()
+        self._rests.set()
 
-    async def run(self, session: Session) -> None:
-        """Take hints and unroutable jobs until cancelled. What is in hand stays in hand."""
+    async def run(self, session: Session, lasting: asyncio.TaskGroup) -> None:
+        """Take hints and unroutable jobs until cancelled. What is in hand stays in hand.
+
+        But for what is being answered: that ends, as a task of ``lasting``. Cut off between the answer and the ack,
+        the job would be answered again.
+        """
         await self._settler.firewall.book.pay(session)
-        async with asyncio.TaskGroup() as tasks:
-            hints = await session.consume(
-                ACTIVATION, lambda d: _spawn(tasks, self._on_hint(session, d)), prefetch=self._load_slots
-            )
-            strays = await session.consume(
-                UNROUTABLE, lambda d: _spawn(tasks, self._on_stray(session, d)), prefetch=UNROUTABLE_PREFETCH
-            )
-            late = await session.consume(
-                EXPIRED, lambda d: _spawn(tasks, self._on_expired(session, d)), prefetch=EXPIRED_PREFETCH
-            )
-            try:
-                await session.wait_closed()
-            finally:
-                await hints.cancel()
-                await strays.close()
-                await late.close()
+        self._lasting = lasting
+        self._rests.clear()
+        consumers: list[Consumer] = []
+        leaving = False
+
+        def take(handle: Handle, delivery: Delivery) -> None:
+            if leaving:  # some were on their way when the consumer was cancelled
+                lasting.create_task(_told(delivery.give_back()))
+            else:
+                tasks.create_task(handle(session, delivery))
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                try:
+                    for queue, handle, prefetch in (
+                        (ACTIVATION, self._on_hint, self._load_slots),
+                        (UNROUTABLE, self._on_stray, UNROUTABLE_PREFETCH),
+                        (EXPIRED, self._on_expired, EXPIRED_PREFETCH),
+                    ):
+                        consumers.append(await session.consume(queue, partial(take, handle), prefetch=prefetch))
+                    await session.wait_closed()
+                finally:
+                    leaving = True
+                    for consumer in consumers:
+                        await consumer.cancel()
+        finally:
+            if self._ending:
+                await asyncio.wait(self._ending)
+            for consumer in consumers[1:]:  # hints stay in hand until their models are loaded
+                await consumer.close()
+            self._rests.set()
+
+    async def rest(self) -> None:
+        """Return when :meth:`run` has ended."""
+        await self._rests.wait()
 
     async def _on_hint(self, session: Session, delivery: Delivery) -> None:
         model, hint = delivery.routing_key, Hint(delivery)
@@ -139,7 +177,7 @@ class Intake:
             f"the job's expiration passed while it waited in {job.queue} for {shown(model)}: "
             "allow more time, or see what the model waits for"
         )
-        await self._settler.settle(session, job, model, job.properties.message_id or "", why)
+        await self._to_the_end(self._settler.settle(session, job, model, job.properties.message_id or "", why))
 
     async def _on_stray(self, session: Session, delivery: Delivery) -> None:
         """Register a model that the store has by now, and send its job on; refuse the others."""
@@ -159,7 +197,6 @@ class Intake:
             await delivery.give_back()  # deleted again in between: it comes back here by itself
             return
         log.info("model.declared", model=model, lane=lane)
-        await delivery.ack()
 
     async def _open_lane(self, session: Session, lane: Lane, model: str) -> None:
         """Declare a model's queue, and let jobs into it once it is old enough to keep them."""
@@ -179,15 +216,13 @@ class Intake:
             await session.publish(EVENTS, batch_opened(model), b"", Properties())
 
     async def _send_on(self, session: Session, delivery: Delivery) -> bool:
-        """Publish a stray again; False when it has still no queue to go to.
+        """Publish a stray again, and take it out here; False when it has still no queue to go to.
 
         A queue that was just made may not be able to take it yet. Until it is, the job stays in hand.
         """
         while True:
             try:
-                await session.publish(
-                    delivery.exchange, delivery.routing_key, delivery.body, delivery.properties, mandatory=True
-                )
+                await self._to_the_end(_move(session, delivery))
             except Unroutable:
                 return False
             except PublishFailed as error:
@@ -211,8 +246,27 @@ class Intake:
 
     async def _refuse(self, session: Session, delivery: Delivery, why: str) -> None:
         job_id = delivery.properties.message_id or ""
-        await self._settler.settle(session, delivery, delivery.routing_key, job_id, UnknownModel(why))
+        await self._to_the_end(self._settler.settle(session, delivery, delivery.routing_key, job_id, UnknownModel(why)))
+
+    async def _to_the_end(self, settling: Coroutine[Any, Any, None]) -> None:
+        """Await ``settling``, which goes on when we are cancelled. Raises its BrokerError."""
+        assert self._lasting is not None, "nothing is delivered before run"
+        task = self._lasting.create_task(_told(settling))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        error = await asyncio.shield(task)
+        if error is not None:
+            raise error
 
 
-def _spawn(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
-    tasks.create_task(work)
+async def _move(session: Session, delivery: Delivery) -> None:
+    await session.publish(delivery.exchange, delivery.routing_key, delivery.body, delivery.properties, mandatory=True)
+    await delivery.ack()
+
+
+async def _told(work: Coroutine[Any, Any, None]) -> BrokerError | None:
+    try:
+        await work
+    except BrokerError as error:
+        return error
+    return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import structlog
 
 from qworker.broker.base import Consumer, ConsumerLost, Session
+from qworker.errors import BrokerError
 from qworker.policy.subscription import Doubt, fitting_prefetch, outlasts
 from qworker.store.card import Card
 from qworker.telemetry.counters import Counters
@@ -16,6 +18,9 @@ from qworker.worker.registry import Registry
 from qworker.worker.serve import Server
 
 log = structlog.get_logger(__name__)
+
+DELETION_SECONDS = 0.5
+"""Within which the broker has deleted a queue to the end."""
 
 
 class AckTimeout:
@@ -112,11 +117,22 @@ class Subscriptions:
         if self._lost:
             self._counters.consumers_lost += 1
             await self.stop()
+            await self._until_settled(session)
             await self.start(session, card)
             log.info("consumer.made_anew", model=self._model)
         elif self._is_batch_lane_known() or (look and await self._is_batch_lane_new(session)):
             self._registry.has_batch_lane(self._model)
             await self._consume("batch", session, card)
+
+    async def _until_settled(self, session: Session) -> None:
+        """Raises BrokerError when the queue is gone.
+
+        RabbitMQ 4 closes the whole connection (541) of one that consumes from a queue in the middle of its deletion.
+        """
+        await asyncio.sleep(DELETION_SECONDS)
+        queue = lane_queue("jobs", self._model)
+        if await session.depth(queue) is None:
+            raise BrokerError(f"expected queue {queue!r} to consume from, found none. Declare it first")
 
     def _is_batch_lane_known(self) -> bool:
         """Others may have found it meanwhile. A model that refuses its jobs must not leave those of one lane."""

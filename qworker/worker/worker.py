@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -229,6 +230,7 @@ class Worker:
         for tenant in list(self._tenants.values()):
             tenant.stop()
         leaving = [tenant.task for tenant in self._tenants.values() if tenant.task is not None]
+        until = self._clock() + self._settings.grace
         if leaving:
             _, late = await asyncio.wait(leaving, timeout=self._settings.grace)
             for task in late:
@@ -236,6 +238,8 @@ class Worker:
                 task.cancel()
             if late:
                 await asyncio.wait(late)
+        with suppress(TimeoutError):  # then the jobs are in their queues again, and some are answered twice
+            await asyncio.wait_for(self._intake.rest(), max(0.0, until - self._clock()))
         log.info("worker.drained", held=self.zone.held)
 
     # --- one session -----------------------------------------------------------------------------
@@ -296,11 +300,12 @@ class Worker:
 
     async def _take_part(self, session: Session) -> None:
         """Intake and sweep, but for the time in which an operator has this worker drained."""
+        assert self._tasks is not None, "sessions are opened in run"
         while True:
             await self._duty.until(drained=False)
             async with asyncio.TaskGroup() as tasks:
                 chores = [
-                    tasks.create_task(_until_lost(self._intake.run(session)), name="intake"),
+                    tasks.create_task(_until_lost(self._intake.run(session, self._tasks)), name="intake"),
                     tasks.create_task(_until_lost(self._sweeper.run(session)), name="sweeper"),
                 ]
                 await self._duty.until(drained=True)

@@ -15,7 +15,17 @@ from qworker.broker.reference.session import AioPikaConnector
 from qworker.wire.codec import encode_job
 from qworker.wire.datatypes import tensor
 from qworker.wire.messages import MSGPACK, Job
-from qworker.wire.topology import ACTIVATION, BACKLOG, COLD, DEAD, REASON_HEADER, lane_queue, lease_queue
+from qworker.wire.topology import (
+    ACTIVATION,
+    BACKLOG,
+    COLD,
+    DEAD,
+    REASON_HEADER,
+    UNROUTABLE,
+    lane_queue,
+    lease_queue,
+    static_topology,
+)
 from qworker.worker.worker import Worker
 from tests.e2e.models import copy_store, put
 from tests.support.broker import Inbox, classic, ready
@@ -261,6 +271,22 @@ async def test_stray_jobs_wait_in_hand_while_the_store_is_away(
         assert headers["x-qworker-cause"] == "model_too_large"
         assert "x-delivery-count" not in headers
         assert worker.counters.jobs_given_back == 0
+
+
+async def test_a_stop_cuts_no_stray_between_its_answer_and_its_ack(
+    running: Running, amqp_url: str, identities: Path
+) -> None:
+    """Whenever the stop comes, each job is either answered or where it was: none is both."""
+    jobs = 60
+    async with await AioPikaConnector(amqp_url).connect() as session:
+        await session.declare(*static_topology("classic"), classic("answers"))
+        for number in range(jobs):
+            await publish(session, "nobody", f"job-{number}", "answers")
+        async with running(amqp_url, identities, queue_type="classic") as worker:
+            await wait_until(lambda: worker.counters.jobs_failed > 0)
+            worker.stop()
+        counts = [depth.ready if depth is not None else 0 for depth in await session.depths((UNROUTABLE, "answers"))]
+        assert sum(counts) == jobs, counts
 
 
 # --- more than one worker --------------------------------------------------------------------------
