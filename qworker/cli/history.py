@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NoReturn, TextIO
 
@@ -15,11 +16,17 @@ from rich.console import Console
 from rich.table import Table
 
 from qworker.errors import QworkerError
-from qworker.policy.backtest import LEAST_PROBABILITY, backtest
-from qworker.policy.forecast import Forecast, dump_plan, make_plan
+from qworker.policy.backtest import backtest
+from qworker.policy.forecast import BadPlan, Forecast, Plan, dump_plan, is_refused, make_plan, parse_plan, renewed
 from qworker.policy.history import Minute, Request, as_trace, parse_history, parse_journal
 
 group = typer.Typer(name="history", help="What was asked for and what loads cost.", no_args_is_help=True)
+
+_MOST_A_MINUTE = 10
+"""More requests of one model in a minute say no more about who is asked for when."""
+_MINUTES = 28 * 24 * 60
+_MOST_REQUESTS = 500_000
+"""The latest ones: a minute or two of a core."""
 
 Journals = Annotated[list[Path], typer.Argument(metavar="JOURNAL...", help="Journals of one or several workers.")]
 
@@ -82,27 +89,50 @@ def plan(
     memory: Annotated[str, typer.Option(help="Budget of a worker, e.g. 24GiB.")],
     out: Annotated[Path | None, typer.Option(help="File to write; the terminal when left out.")] = None,
 ) -> None:
-    """Test on the history whether preloading would have paid, and plan tomorrow's preloads if so."""
-    requests = list(as_trace(_read(journals)))
+    """Test on the history whether preloading into free bytes would have paid, and plan tomorrow's preloads if so.
+
+    A plan that was refused by hand (act = false) stays refused when it is written anew.
+    """
     try:
         budget = int(TypeAdapter(ByteSize).validate_python(memory))
     except ValidationError:
         _refuse(f"expected a size like 24GiB for --memory, found {memory!r}")
-    costs = {r.model: (r.nbytes, r.load_seconds) for r in requests if r.nbytes}
-    measured = [(r.at, r.model) for r in requests if r.model in costs]
-    verdict = backtest(measured, costs, budget)
-    forecast = Forecast()
-    for at, model in measured:
-        forecast.observe(model, at)
-    text = dump_plan(make_plan(forecast, verdict.tier, verdict.why, time.time(), least_probability=LEAST_PROBABILITY))
+    made = renewed(_plan(_read(journals), budget), None if out is None else _before(out))
+    text = dump_plan(made)
     if out is None:
         typer.echo(text, nl=False)
         return
     try:
-        out.write_text(text, encoding="utf-8")
+        aside = out.with_name(f"{out.name}.new")  # a worker that reads it meanwhile must not find half a plan
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(out)
     except OSError as error:
         _refuse(f"the plan cannot be written: {error}")
-    typer.echo(f"preloading {'acts' if verdict.tier != 'off' else 'stays off'}: {verdict.why}", err=True)
+    acts = "was refused, and stays off" if is_refused(made) else "acts" if made.act else "stays off"
+    typer.echo(f"preloading {acts}: {made.verdict}", err=True)
+
+
+def _plan(rows: list[Minute], budget: int) -> Plan:
+    newest = max((row.minute for row in rows), default=0)
+    rows = [replace(row, requests=min(row.requests, _MOST_A_MINUTE)) for row in rows if row.minute > newest - _MINUTES]
+    requests = list(as_trace(rows))[-_MOST_REQUESTS:]
+    costs = {r.model: (r.nbytes, r.load_seconds) for r in requests if r.nbytes}
+    measured = [(r.at, r.model) for r in requests if r.model in costs]
+    verdict = backtest(measured, costs, budget, allowed=("free",))
+    forecast = Forecast()
+    for at, model in measured:
+        forecast.observe(model, at)
+    return make_plan(forecast, verdict.tier, verdict.why, time.time(), least_probability=verdict.least_probability)
+
+
+def _before(out: Path) -> Plan | None:
+    try:
+        return parse_plan(out.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (BadPlan, OSError, UnicodeDecodeError) as error:
+        typer.echo(f"{out} is replaced: it cannot be read: {error}", err=True)
+        return None
 
 
 def _read(journals: Iterable[Path]) -> list[Minute]:

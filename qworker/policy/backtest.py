@@ -9,7 +9,7 @@ of the history: a gain that shows in one half only is chance. On daily habits al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from qworker.policy.eviction import Eviction, Gdsf
@@ -18,6 +18,8 @@ from qworker.policy.residency import Residency, State
 
 MARGINS = (1.5, 3.0)
 """How much more than its victims a preload must be worth, where it may evict."""
+FREE_MARGINS = (1.5, 4.0, 19.0)
+"""How much more a preload into free bytes must be expected to save than to waste: likely by 60, 80 or 95 %."""
 LEAST_PROBABILITY = 0.6
 LEAST_GAIN = 0.05
 """Share of the load seconds without preloads that must be gained in each half."""
@@ -46,26 +48,34 @@ class Verdict:
     why: str
     tried: tuple[Tried, ...] = ()
 
+    @property
+    def least_probability(self) -> float:
+        """How likely a model must be for a preload."""
+        return _least_probability(self.tier, self.margin)
+
 
 def backtest(
     requests: Sequence[tuple[float, str]],
     costs: Mapping[str, tuple[int, float]],
     budget: int,
     make_eviction: Callable[[], Eviction] = Gdsf,
+    *,
+    allowed: Container[Tier] = ("free", "evict"),
 ) -> Verdict:
     """The way of preloading that paid on ``requests``, which are ``(unix seconds, model)`` in order.
 
-    ``costs``: bytes and load seconds by model.
+    ``costs``: bytes and load seconds by model. All ways are tried and told of; one that is ``allowed`` can act.
     """
     days = (requests[-1][0] - requests[0][0]) / _DAY if requests else 0.0
     if days < FEWEST_DAYS:
         return Verdict("off", 0.0, f"{days:.1f} days of history: at least {FEWEST_DAYS:g} are needed to judge")
     half = (requests[0][0] + requests[-1][0]) / 2.0
     base = _Shelf(costs, budget, make_eviction, half).run(requests, "off", 0.0)
-    ways: list[tuple[Tier, float]] = [("free", 0.0), *(("evict", margin) for margin in MARGINS)]
+    free: list[tuple[Tier, float]] = [("free", margin) for margin in FREE_MARGINS]
+    ways: list[tuple[Tier, float]] = [*free, *(("evict", margin) for margin in MARGINS)]
     tried = tuple(_tried(base, requests, costs, budget, make_eviction, half, way) for way in ways)
-    best = max(tried, key=lambda t: min(t.gain))
-    told = "; ".join(f"{t.tier}{f' x{t.margin:g}' if t.margin else ''}: {_told(t)}" for t in tried)
+    best = max((t for t in tried if t.tier in allowed), key=lambda t: min(t.gain))
+    told = "; ".join(f"{t.tier} x{t.margin:g}: {_told(t)}" for t in tried)
     if min(best.gain) < LEAST_GAIN:
         return Verdict("off", 0.0, f"no preload would have paid in {days:.0f} days ({told})", tried)
     return Verdict(best.tier, best.margin, f"it would have paid in {days:.0f} days ({told})", tried)
@@ -89,6 +99,11 @@ def _tried(
     return Tried(tier, margin, with_it.fates.made, with_it.fates.used, (gain[0], gain[1]))
 
 
+def _least_probability(tier: Tier, margin: float) -> float:
+    """Into free bytes, a preload saves with p and wastes with 1 - p: p / (1 - p) is to be ``margin`` at least."""
+    return margin / (1.0 + margin) if tier == "free" else LEAST_PROBABILITY
+
+
 def _told(tried: Tried) -> str:
     used = f"{tried.used} of {tried.preloads} used" if tried.preloads else "none made"
     return f"{tried.gain[0]:+.1%} and {tried.gain[1]:+.1%} of load seconds by half, {used}"
@@ -109,6 +124,8 @@ class _Shelf:
         self._half = half
         self._resident: set[str] = set()
         self.fates = Fates()
+        self._worth: dict[str, float] = {}  # load seconds that each model is expected to save, this hour
+        self._wanted: dict[str, str] = {}  # preloads of this hour that were not made yet, each with its why
         self.waited = [0.0, 0.0]
         self.wasted = [0.0, 0.0]
 
@@ -118,33 +135,46 @@ class _Shelf:
         for now, model in requests:
             while tier != "off" and hour < int(now // HOUR):
                 hour += 1
-                self._preload(forecast, tier, margin, hour * HOUR)
+                self._plan(forecast, _least_probability(tier, margin), hour * HOUR)
+                self._preload(tier, margin, hour * HOUR)
             if model not in self._resident and self._load(model, now):
                 self.waited[now >= self._half] += self._costs[model][1]
+                if self._wanted:  # it may have pushed out more than it takes
+                    self._preload("free", margin, now)
             self.fates.asked(model)
             self._residency.used(model, now)
             forecast.observe(model, now)
         return self
 
-    def _preload(self, forecast: Forecast, tier: Tier, margin: float, now: float) -> None:
-        worth: dict[str, float] = {}
+    def _plan(self, forecast: Forecast, least_probability: float, now: float) -> None:
+        """What this hour's preloads are to be, each once."""
+        self._worth.clear()
+        self._wanted.clear()
         whys: dict[str, str] = {}
         for model in forecast.models():
             expected = forecast.expect(model, now)
-            worth[model] = expected.probability * self._costs[model][1]
-            if expected.probability >= LEAST_PROBABILITY and model not in self._resident:
+            self._worth[model] = expected.probability * self._costs[model][1]
+            if expected.probability >= least_probability and model not in self._resident:
                 whys[model] = expected.why
-        for model in sorted(whys, key=lambda m: (-worth[m] / self._costs[m][0], m)):
-            victims = self._victims(model, worth, now)
+        for model in sorted(whys, key=lambda m: (-self._worth[m] / self._costs[m][0], m)):
+            self._wanted[model] = whys[model]
+
+    def _preload(self, tier: Tier, margin: float, now: float) -> None:
+        worth = self._worth
+        for model in list(self._wanted):
+            victims = [] if model in self._resident else self._victims(model, worth, now)
             if victims is None or (victims and tier == "free"):
                 continue
             if margin * sum(worth.get(victim, 0.0) for victim in victims) > worth[model]:
+                continue
+            why = self._wanted.pop(model)
+            if model in self._resident:
                 continue
             for victim in victims:
                 self._residency.leaving(victim, now)
                 self._drop(victim, now)
             if self._load(model, now):
-                self.fates.preloaded(model, whys[model])
+                self.fates.preloaded(model, why)
 
     def _victims(self, model: str, worth: Mapping[str, float], now: float) -> list[str] | None:
         """Who would have to go, the least likely first; None when nothing is enough."""

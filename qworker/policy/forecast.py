@@ -7,8 +7,8 @@ hours just past. Whether it may act is not its business: ``backtest`` decides th
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from math import isfinite
 from typing import Any, ClassVar, Literal, cast
@@ -25,6 +25,9 @@ Tier = Literal["off", "free", "evict"]
 """What preloads may take: nothing, bytes that are free, or the place of others."""
 
 PLAN_VERSION = 1
+LEAD_SECONDS = 300.0
+"""So long before its hour a model may be preloaded: a load takes time, and waits for others."""
+_DAY = 86_400.0
 
 
 class BadPlan(QworkerError):
@@ -155,7 +158,8 @@ def dump_plan(plan: Plan) -> str:
     """The plan as TOML, to be read and edited by a person."""
     lines = [
         f"# Preloads, planned at {_stamp(plan.made_at)}.",
-        "# Remove what you do not want, add what you know better, or set act = false to refuse all of it.",
+        "# Remove what you do not want, add what you know better, or set act = false to refuse all of it: that stays",
+        "# so in the plans to come, until somebody sets it to true or removes this file.",
         f"version = {PLAN_VERSION}",
         f'made_at = "{_stamp(plan.made_at)}"',
         f"act = {'true' if plan.act else 'false'}",
@@ -190,9 +194,32 @@ def parse_plan(text: str) -> Plan:
     return Plan(_time(found.get("made_at")), act and tier != "off", tier, str(verdict or ""), tuple(preloads))
 
 
-def due(plan: Plan, since: float, now: float) -> tuple[Preload, ...]:
-    """The preloads whose time came after ``since`` and until ``now``; none of a plan that does not act."""
-    return tuple(p for p in plan.preloads if since < p.at <= now) if plan.act else ()
+def is_refused(plan: Plan) -> bool:
+    """Whether a person has refused what the back-test would have let act."""
+    return not plan.act and plan.tier != "off"
+
+
+def renewed(plan: Plan, before: Plan | None) -> Plan:
+    """``plan`` in place of the one before: what a person has refused stays refused."""
+    if before is None or not is_refused(before) or plan.tier == "off":
+        return plan
+    return replace(plan, act=False)
+
+
+def is_over(plan: Plan, now: float) -> bool:
+    """Whether another day has begun (UTC) since the plan was made: it is time for the next one."""
+    return int(plan.made_at // _DAY) != int(now // _DAY)
+
+
+def due(plan: Plan, now: float, done: Container[Preload] = ()) -> tuple[Preload, ...]:
+    """The preloads of the hour of ``now``, and of the next one in its last minutes, the most likely first.
+
+    None of a plan that does not act, and none of those ``done``: a model that was ready and had to leave is not
+    preloaded again in the same hour.
+    """
+    if not plan.act:
+        return ()
+    return tuple(p for p in plan.preloads if p.at - LEAD_SECONDS <= now < p.at + HOUR and p not in done)
 
 
 def _preload(row: Any) -> Preload:

@@ -7,7 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qworker.policy.backtest import backtest
-from qworker.policy.forecast import HOUR, BadPlan, Fates, Forecast, Plan, Preload, due, dump_plan, make_plan, parse_plan
+from qworker.policy.forecast import (
+    HOUR,
+    BadPlan,
+    Fates,
+    Forecast,
+    Plan,
+    Preload,
+    due,
+    dump_plan,
+    is_over,
+    make_plan,
+    parse_plan,
+    renewed,
+)
 from tests.simulate.workloads import WORKLOADS, clockwork
 
 DAY = 86_400.0
@@ -97,10 +110,35 @@ def test_a_person_can_refuse_cut_and_add() -> None:
     """act = false stops all of it; rows can be removed and added by hand."""
     plan = Plan(0.0, True, "evict", "pays", (Preload(3_600.0, "a", 0.9, "often"), Preload(7_200.0, "b", 0.8, "often")))
     written = dump_plan(plan)
-    assert due(parse_plan(written.replace("act = true", "act = false")), 0.0, DAY) == ()
+    assert due(parse_plan(written.replace("act = true", "act = false")), 3_600.0) == ()
     cut = written[: written.rindex("[[preload]]")] + '[[preload]]\nat = 1970-01-01T05:00:00Z\nmodel = "mine"\n'
-    assert [(p.model, p.at) for p in due(parse_plan(cut), 0.0, DAY)] == [("a", 3_600.0), ("mine", 18_000.0)]
-    assert [p.model for p in due(parse_plan(written), 3_600.0, 7_200.0)] == ["b"]
+    assert [p.model for p in due(parse_plan(cut), 3_600.0)] == ["a"]
+    assert [p.model for p in due(parse_plan(cut), 18_000.0)] == ["mine"]
+    assert due(parse_plan(cut), 7_300.0) == ()
+    assert [p.model for p in due(parse_plan(written), 7_300.0)] == ["b"]
+
+
+def test_a_preload_is_due_from_shortly_before_its_hour_to_its_end_and_once() -> None:
+    """A load takes time; and what was ready and had to leave does not come back in the same hour."""
+    a, b = Preload(36_000.0, "a", 0.9, "often"), Preload(39_600.0, "b", 0.8, "often")
+    plan = Plan(0.0, True, "free", "pays", (a, b))
+    assert due(plan, 35_000.0) == ()
+    assert due(plan, 35_800.0) == (a,)
+    assert due(plan, 39_599.0) == (a, b)
+    assert due(plan, 39_599.0, {a}) == (b,)
+    assert due(plan, 39_600.0) == (b,)
+
+
+def test_a_refusal_stays_until_it_is_taken_back() -> None:
+    """The next night's plan does not act either; where nothing would have paid, nothing was refused."""
+    plan = Plan(DAY, True, "free", "pays", ())
+    refused = parse_plan(dump_plan(plan).replace("act = true", "act = false"))
+    assert not renewed(plan, refused).act
+    assert not renewed(plan, renewed(plan, refused)).act
+    assert renewed(plan, None).act
+    assert renewed(plan, Plan(0.0, False, "off", "did not pay", ())).act
+    assert is_over(plan, 2 * DAY)
+    assert not is_over(plan, 2 * DAY - 1.0)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +185,30 @@ def test_preloads_stay_off_where_they_do_not_pay(name: str) -> None:
     assert verdict.tier == "off"
     assert "no preload would have paid" in verdict.why
     assert sum(t.preloads for t in verdict.tried) > 0
+
+
+def test_what_may_not_act_is_told_and_does_not() -> None:
+    """Where only the place of others would pay, a worker that fills free bytes alone stays off."""
+    requests = clockwork(days=8, per_day=6)
+    costs = dict.fromkeys({model for _, model in requests}, (100, 10.0))
+    verdict = backtest(requests, costs, 600, allowed=("free",))
+    assert verdict.tier == "off"
+    assert "evict x1.5: +" in verdict.why
+
+
+def test_free_bytes_pay_where_large_models_leave_gaps() -> None:
+    """A large model pushes out several small ones each day; when it goes, those of the hour are ready before they are
+    asked for, at no cost to anybody, and a plan asks for as much likelihood as the back-test found worth it."""
+    requests: list[tuple[float, str]] = []
+    for day in range(8):
+        requests.append((day * DAY + 3 * HOUR, "large"))
+        requests += ((day * DAY + 8 * HOUR + 120.0 * i, f"m{i}") for i in range(5))
+    costs = {"large": (500, 10.0)} | {f"m{i}": (100, 10.0) for i in range(5)}
+    verdict = backtest(requests, costs, 550, allowed=("free",))
+    assert verdict.tier == "free"
+    assert verdict.least_probability == pytest.approx(verdict.margin / (1.0 + verdict.margin))
+    best = next(t for t in verdict.tried if (t.tier, t.margin) == (verdict.tier, verdict.margin))
+    assert best.used == best.preloads > 10
 
 
 def test_a_short_history_proves_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -87,12 +88,26 @@ def test_a_journal_becomes_a_trace_that_can_be_simulated(journal: Path, tmp_path
     assert "were drawn" not in command("simulate", out, "--memory", "600").output
 
 
-def test_a_plan_says_why_it_acts(journal: Path) -> None:
-    """On clockwork traffic the plan acts."""
-    result = command("history", "plan", journal, "--memory", "600")
+def test_a_plan_says_why_it_acts(tmp_path: Path) -> None:
+    """A large model leaves a gap each day, and small ones come at their hour: the plan fills it, unless refused."""
+    path = tmp_path / "daily.csv"
+    first = int(time.time() // 86_400 - 8) * 1_440
+    rows: list[Minute] = []
+    for day in range(first, first + 8 * 1_440, 1_440):
+        rows.append(Minute(day + 180, "large", 1, 1, 10.0, 10.0, 500))
+        rows += (Minute(day + 480 + 2 * i, f"m{i}", 1, 1, 10.0, 10.0, 100) for i in range(5))
+    path.write_text("\n".join([JOURNAL_HEADER, *map(journal_line, rows)]) + "\n")
+    result = command("history", "plan", path, "--memory", "600")
     assert result.exit_code == 0, result.output
-    assert "act = true" in result.output
+    assert "\nact = true" in result.output
     assert "it would have paid" in result.output
+    out = tmp_path / "plan.toml"
+    assert command("history", "plan", path, "--memory", "600", "--out", out).exit_code == 0
+    out.write_text(out.read_text().replace("\nact = true", "\nact = false"))
+    again = command("history", "plan", path, "--memory", "600", "--out", out)
+    assert "was refused, and stays off" in again.output
+    assert "\nact = false" in out.read_text()
+    assert "[[preload]]" in out.read_text()  # what it would do, for the person who refused
 
 
 def test_history_is_shown(tmp_path: Path) -> None:
