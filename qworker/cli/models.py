@@ -196,7 +196,7 @@ def _quarantine(settings: Settings, card: Card) -> str | None:
     async def ask() -> str:
         async with await connector_for(settings, "qworker-models").connect() as session:
             record = await StrikeBook("qworker models").read(session, load_mark(card))
-        found = held(card, record.strikes.begun, record.worker, record.at, time.time())
+        found = held(card, record, settings.max_load_crashes, time.time())
         return "" if found is None else found.reason
 
     return _or_fail(lambda: asyncio.run(ask()))

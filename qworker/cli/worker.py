@@ -65,6 +65,7 @@ def worker(
     max_queue_delay: Annotated[float | None, Flag(help="Seconds that a job may wait to share a run.")] = None,
     max_attempts: Annotated[int | None, Flag(help="Runs of a job whose answer cannot be sent.")] = None,
     max_crashes: Annotated[int | None, Flag(help="Workers that a job may end before it counts as poison.")] = None,
+    max_load_crashes: Annotated[int | None, Flag(help="Workers that loads of a build may end before refusal.")] = None,
     grace: Annotated[float | None, Flag(help="Seconds to finish jobs in hand at a stop.")] = None,
     queue_type: Annotated[str | None, Flag(help="quorum or classic.")] = None,
     data_plane: Annotated[str | None, Flag(help="fast or aio-pika.")] = None,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 FIRST_WAIT = 1.0
 LONGEST_WAIT = 300.0
-KILLS_ALLOWED = 2
+KILLS_BEFORE_WAITS = 2
+FIRST_AFTER_KILLS, FIRST_WHEN_REFUSED = 1.0, 30.0
 LONGEST_AFTER_KILLS = 3600.0
 
 
@@ -23,6 +24,14 @@ class Quarantine:
     refusing: bool
     """Jobs get a failure until a load goes well."""
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PutOff:
+    """Bytes are not loaded for so long; ``refusing``: their jobs get a failure meanwhile, else they wait."""
+
+    seconds: float
+    refusing: bool
 
 
 class LoadHistory:
@@ -95,13 +104,21 @@ class LoadHistory:
         return self._failed.get(digest)
 
 
-def after_kills(kills: int) -> float:
-    """Seconds for which bytes are not loaded after the ``kills``-th worker in a row that ended while it loaded them.
+def after_kills(kills: int, allowed: int) -> PutOff:
+    """How bytes are put off after the ``kills``-th worker in a row that ended while it loaded them.
 
-    None after the first: workers are killed for many reasons, and another one takes over at once. Then 30 s, 2
-    minutes, 8, ... an hour: each try may cost one more worker.
+    Workers are killed for many reasons (memory, a drained node), and a load is merely what they were at. So not after
+    the first, as another worker takes over at once; then for 1 s, 4, 16, ... in which jobs wait. ``allowed`` deaths in
+    a row are the bytes' own doing: jobs are refused, and each try may cost one more worker, so it comes after 30 s, 2
+    minutes, 8, ... an hour.
     """
-    return 0.0 if kills < KILLS_ALLOWED else min(LONGEST_AFTER_KILLS, 30.0 * 4.0 ** min(kills - KILLS_ALLOWED, 16))
+    if kills < KILLS_BEFORE_WAITS:
+        return PutOff(0.0, refusing=False)
+    waiting = FIRST_AFTER_KILLS * 4.0 ** min(kills - KILLS_BEFORE_WAITS, 16)
+    if kills < allowed:
+        return PutOff(min(LONGEST_AFTER_KILLS, waiting), refusing=False)
+    refusing = FIRST_WHEN_REFUSED * 4.0 ** min(kills - allowed, 16)
+    return PutOff(min(LONGEST_AFTER_KILLS, max(waiting, refusing)), refusing=True)
 
 
 def wait_after(attempts: int) -> float:

@@ -77,6 +77,7 @@ _MODELS: Final = {
     "model.larger_than_card": Event("warning", "It takes more memory than its card says; the next load books more."),
     "model.ordered": Event("info", "An operator's order about a model was carried out."),
     "model.session_lost": Event("info", "The session that held its lease ended; the claim starts again."),
+    "model.put_off": Event("warning", "Workers ended while they loaded it: its jobs wait until it is tried again."),
     "model.abandoned": Event("warning", "It did not leave within the grace time."),
     "model.on_onnx": Event("info", "No plan of it suits this device: it runs on ONNX."),
     "model.outlasts_consumer_timeout": Event("error", "A run takes longer than the broker lets a job be in hand."),

@@ -33,7 +33,7 @@ from qworker.wire.topology import BATCH_NEWS, EVENTS, Lane, announcement, claime
 from qworker.worker.batcher import Batcher
 from qworker.worker.hot_zone import REPLICA, SPARE, wait_at_most
 from qworker.worker.intake import Hint
-from qworker.worker.load_guard import Quarantined, known_as
+from qworker.worker.load_guard import Held, Quarantined, known_as
 from qworker.worker.loader import Loaded, NoRoom
 from qworker.worker.offline import OfflineLane
 from qworker.worker.parts import Parts
@@ -243,6 +243,37 @@ class HotModel:
 
     async def _load(self) -> Outcome:
         parts, now = self._parts, self._parts.clock()
+        while True:
+            try:
+                return await self._try_to_load()
+            except Quarantined as put_off:
+                if not await self._wait_out(put_off.held):
+                    return Outcome.GAVE_UP
+
+    async def _wait_out(self, put_off: Held) -> bool:
+        """Keep the lease, and let the jobs wait, until loads that ended workers may be tried again; False: give up."""
+        parts, session = self._parts, self._session
+        if session is None or (self._hint.urgency == SPARE and not await self._is_called()):
+            return False  # nobody waits for it
+        await self._hint.done()  # in hand, it would keep away hints of other models
+        until, look_at = parts.clock() + put_off.seconds, parts.clock() + CONSUMER_LOOK
+        while parts.guards.holds(self.model) and (left := until - parts.clock()) > 0:
+            self._stirred.clear()
+            if self._leaving or not session.is_open:
+                return False
+            await wait_at_most(self._stirred, min(left, CONSUMER_LOOK))
+            if parts.clock() > look_at:
+                look_at += CONSUMER_LOOK
+                try:
+                    if known_as(await parts.loader.card(self.model)) != put_off.known_as:
+                        return True  # other bytes have done no harm
+                except QworkerError:
+                    return True  # the next try finds that, too
+        parts.guards.let_go(put_off)
+        return not self._leaving
+
+    async def _try_to_load(self) -> Outcome:
+        """Raises Quarantined when its jobs are to wait because loads have ended workers."""
         if (why_not := parts.history.held(self.model, now)) is not None:
             return self._refuse(ModelUnavailable(why_not))
         try:
@@ -288,7 +319,10 @@ class HotModel:
             loaded = await parts.loader.load(card, urgency=self._urgency(offline), guard=guard)
             well = True
         except Quarantined as error:
-            return self._refuse(ModelUnavailable(str(error)))
+            if error.held.refusing:
+                return self._refuse(ModelUnavailable(str(error)))
+            log.warning("model.put_off", model=self.model, reason=str(error))
+            raise
         except NoRoom as error:
             log.warning("model.no_room", model=self.model, reason=str(error))
             parts.counters.measures.load_failures["no_room"] += 1

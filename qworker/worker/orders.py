@@ -207,6 +207,8 @@ class Orders:
         tenant = self._tenants.get(asked.model)
         if tenant is not None and tenant.claim.refusing:
             tenant.leave()  # jobs that still come wake somebody, who loads it
+        elif tenant is not None:
+            tenant.look_again()  # it may wait for its next try
         self._note(asked.model, "release")
         return {"released": lifted}
 
@@ -221,6 +223,11 @@ class Orders:
             {"attempts": each.attempts, "seconds": round(each.retry_at - parts.clock(), 1), "reason": each.reason}
             for known, each in parts.history.all().items()
             if known.rsplit("/", 3)[0] == model or known == f"card of {model}"
+        ]
+        failures += [
+            {"attempts": each.attempts, "seconds": round(each.retry_at - time.time(), 1), "reason": each.reason}
+            for each in parts.guards.quarantined()
+            if each.model == model
         ]
         holds = parts.history.holds(parts.clock()).get(model)
         return {

@@ -157,7 +157,7 @@ class Worker:
                 load_timeout=settings.load_timeout,
                 rehearse=rehearse,
             ),
-            guards=LoadGuards(settler.firewall.book, self.counters),
+            guards=LoadGuards(settler.firewall.book, self.counters, settings.max_load_crashes),
             sessions=self._sessions,
             settler=settler,
             history=LoadHistory(),

@@ -12,11 +12,10 @@ import numpy as np
 import onnx
 import pika
 import pytest
-import typer
 from numpy.typing import NDArray
 from typer.testing import CliRunner
 
-from qworker.cli import models
+from qworker.cli.main import app
 from qworker.store.card import Card
 from qworker.wire.topology import DEAD, strike_queue
 from qworker.worker.load_guard import load_mark
@@ -68,19 +67,21 @@ def answers(
 
 def shown(fleet: Fleet, model: str) -> dict[str, Any]:
     """``qworker models show``."""
-    app = typer.Typer()
-    models.register(app)
-    app.command("x")(lambda: None)
-    wanted = ["models", "show", model, "--store", str(fleet.store), "--broker", fleet.url, "--json"]
-    return json.loads(CliRunner().invoke(app, wanted).stdout)
+    return told(fleet, "models", "show", model, "--store", str(fleet.store))
+
+
+def told(fleet: Fleet, *arguments: str) -> dict[str, Any]:
+    """What ``qworker`` says to an operator."""
+    return json.loads(CliRunner().invoke(app, [*arguments, "--broker", fleet.url, "--json"]).stdout)
 
 
 def ended_elsewhere(caller: Caller, build: Card, workers: int) -> None:
     """Put on record that loads of ``build`` have ended more workers, just now: its next load is long off."""
     said = {KIND: Strike.BEGUN.value, WORKER: "elsewhere", AT: int(time.time() * 1000)}
+    queue = strike_queue(load_mark(build))
+    caller.channel.queue_declare(queue.name, durable=True, arguments=queue.arguments)
     for _ in range(workers):
-        queue = strike_queue(load_mark(build)).name
-        caller.channel.basic_publish("", queue, b"", pika.BasicProperties(headers=said), mandatory=True)
+        caller.channel.basic_publish("", queue.name, b"", pika.BasicProperties(headers=said), mandatory=True)
 
 
 def test_job_that_ends_its_workers(fleet: Fleet, caller: Caller, queue_type: str) -> None:
@@ -134,23 +135,58 @@ def test_a_new_worker_knows_the_payload(fleet: Fleet, caller: Caller) -> None:
     fleet.finish()
 
 
-def test_model_that_ends_its_workers_when_it_loads(fleet: Fleet, caller: Caller, tmp_path: Path) -> None:
-    """Two workers, not all of them: then its jobs are answered with the reason, also by workers that start later.
-
-    Four are there from the start: on a slow machine, one that has yet to start finds the first wait over.
-    """
-    build = put(fleet.store, "deadly", identity())
+def test_kills_from_outside_while_a_model_loads_refuse_no_job(fleet: Fleet, caller: Caller, tmp_path: Path) -> None:
+    """Its jobs wait, and are answered once loads are let be."""
+    put(fleet.store, "deadly", identity())
     switch = tmp_path / "switch"
     switch.touch()
     fleet.start(4)
     jobs = [caller.job("deadly", filled(k)) for k in range(3)]
-    replies = answers(fleet, caller, jobs, (2, 2))
+    wait_until_sync(lambda: sum(not each.alive for each in fleet.workers) >= 2, 30, what="two workers have ended")
+    switch.unlink()
+    replies = answers(fleet, caller, jobs, (2, 3))
+    assert {reply.code for reply in replies.values()} == {"ok"}
+    fleet.finish()
+
+
+def test_a_model_that_is_put_off_says_so_and_can_be_released(fleet: Fleet, caller: Caller) -> None:
+    """Nothing is answered meanwhile; ``why`` and the state have the reason; other models are served."""
+    build = put(fleet.store, "deadly", identity())
+    fleet.start(1, max_load_crashes=20)
+    ended_elsewhere(caller, build, 8)
+    job = caller.job("deadly", filled(1))
+    (worker,) = fleet.workers
+    (held,) = wait_until_sync(lambda: worker.state()["quarantined"], 30, what="it is put off")
+    assert held["model"] == "deadly"
+    assert "ended 8 workers" in held["reason"]
+    assert "its jobs wait" in held["reason"]
+    assert "its jobs wait" in told(fleet, "why", "deadly")["verdict"]
+    assert (caller.call("echo", filled(2)).y == 2).all()
+    assert job not in caller.replies.by_id
+    told(fleet, "models", "release", "deadly")
+    assert (caller.wait([job])[job].y == 1).all()
+    assert worker.state()["quarantined"] == []
+    fleet.finish()
+
+
+def test_model_that_ends_its_workers_when_it_loads(fleet: Fleet, caller: Caller, tmp_path: Path) -> None:
+    """So many workers as are allowed, not all of them: then its jobs are answered with the reason, also by workers
+    that start later.
+
+    Five are there from the start: on a slow machine, one that has yet to start finds the first wait over.
+    """
+    build = put(fleet.store, "deadly", identity())
+    switch = tmp_path / "switch"
+    switch.touch()
+    fleet.start(5, max_load_crashes=3)
+    jobs = [caller.job("deadly", filled(k)) for k in range(3)]
+    replies = answers(fleet, caller, jobs, (3, 3), max_load_crashes=3)
     assert {reply.code for reply in replies.values()} == {"model_unavailable"}
-    assert "ended 2 workers" in replies[jobs[0]].message
+    assert "ended 3 workers" in replies[jobs[0]].message
     (held,) = [entry for worker in fleet.live() for entry in worker.state()["quarantined"]]
     assert held["model"] == "deadly"
     assert "out of memory" in held["reason"]
-    ended_elsewhere(caller, build, 3)
+    ended_elsewhere(caller, build, 2)
     assert "ended 5 workers" in shown(fleet, "deadly")["quarantine"]
     assert shown(fleet, "echo")["quarantine"] == ""
     fleet.finish(errors_allowed={"model.refused"})

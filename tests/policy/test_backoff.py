@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from qworker.policy.backoff import LoadHistory, after_kills, wait_after
+from qworker.policy.backoff import LoadHistory, PutOff, after_kills, wait_after
 
 
 def test_waits_double_from_one_second_to_five_minutes() -> None:
@@ -63,7 +65,22 @@ def test_no_attempts_at_all_make_no_sense() -> None:
         LoadHistory(max_attempts=0)
 
 
-def test_loads_that_end_workers_are_put_off_longer_each_time() -> None:
-    """Not after the first, which may have been killed for any reason; from the second on four times as long."""
-    assert [after_kills(n) for n in range(8)] == [0, 0, 30, 120, 480, 1920, 3600, 3600]
-    assert after_kills(10_000) == 3600
+def test_the_first_loads_that_end_workers_only_keep_jobs_waiting() -> None:
+    """Workers are killed for many reasons: nothing at first, then waits that grow, and no job is refused."""
+    assert [after_kills(n, 6) for n in range(6)] == [PutOff(s, refusing=False) for s in (0, 0, 1, 4, 16, 64)]
+
+
+def test_a_build_that_ends_each_of_its_workers_is_refused() -> None:
+    """From the allowed number on, and tried ever more rarely: each try may cost one more worker."""
+    assert [after_kills(n, 4) for n in range(4, 10)] == [
+        PutOff(s, refusing=True) for s in (30, 120, 480, 1920, 3600, 3600)
+    ]
+    assert after_kills(10_000, 4) == PutOff(3600, refusing=True)
+
+
+@given(st.integers(2, 20))
+def test_waits_never_shrink(allowed: int) -> None:
+    """However many deaths the operator allows."""
+    waits = [after_kills(n, allowed).seconds for n in range(70)]
+    assert waits == sorted(waits)
+    assert sum(wait < 3600 for wait in waits) <= allowed + 5, "deaths before it is tried once an hour only"
