@@ -115,6 +115,9 @@ class Settings(BaseSettings):
     """Share the minutes of each model with the other workers, by a stream on the broker that new ones read."""
     warm_start: Annotated[float, Field(ge=0, le=1)] = 0.8
     """Part of the budget that a start fills with what the history says is dearest, in the background; 0: none."""
+    preload: Literal["off", "auto"] = "off"
+    """``auto``: each day a process of low priority tests on the history whether preloading into free bytes would have
+    paid, and writes a plan beside it, which the worker follows if so; needs ``history``. See docs/forecast.md."""
     pin: Annotated[tuple[str, ...], NoDecode] = ()
     """Models that are never evicted once loaded."""
     pin_quota: Annotated[float, Field(ge=0, le=1)] = 0.8

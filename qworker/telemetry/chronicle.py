@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 MOST_NOTES: Final = 400
 LONGEST_REASON: Final = 600
 
-Kind = Literal["loaded", "unloaded", "evicted", "failed", "no_room", "refused", "ordered"]
+Kind = Literal["loaded", "preloaded", "unloaded", "evicted", "failed", "no_room", "refused", "ordered"]
 
 
 @dataclass(frozen=True, slots=True)

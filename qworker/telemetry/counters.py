@@ -24,6 +24,10 @@ class Counters:
     claims_held: int = 0
     preloads: int = 0
     """Loads that no job had asked for."""
+    preloads_used: int = 0
+    """Of these, the ones that a job came for."""
+    preloads_unused: int = 0
+    """And those that left before any came."""
     hints: int = 0
     hints_stale: int = 0
     wakes: int = 0

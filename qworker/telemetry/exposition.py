@@ -174,6 +174,11 @@ class Exposition:
             "revivals_total": counters["revivals"],
             "reloads_total": measures.reloads,
             "reload_seconds_total": measures.reload_seconds,
+            "preloads_total": [
+                (("used",), counters["preloads_used"]),
+                (("unused",), counters["preloads_unused"]),
+            ],
+            "preloads_waiting": counters["preloads"] - counters["preloads_used"] - counters["preloads_unused"],
             "least_valuable_age_seconds": 0.0 if first_to_go is None else first_to_go["seconds"],
             "room_wait_seconds": max((each["seconds"] for each in state["waiting"]), default=0.0),
         }

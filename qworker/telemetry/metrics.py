@@ -99,6 +99,10 @@ HOT_ZONE: Final = (
     _counter("revivals", "Models told to leave that found more jobs, and stayed."),
     _counter("reloads", "Loads of models that had left within ten times their own load seconds."),
     _counter("reload_seconds", "Seconds of those loads. Its rate over the load slots is the thrash score."),
+    _counter(
+        "preloads", "Models loaded before any job asked for them, by fate: used, or unused when they left.", "fate"
+    ),
+    _gauge("preloads_waiting", "Those that are hot and that no job has asked for yet."),
     _gauge(
         "least_valuable_age_seconds", "How long the hot model that is the first to go has been hot; 0 when none is hot."
     ),

@@ -81,6 +81,21 @@ def journal_of(path: Path) -> Path:
     return path.with_suffix(".minutes.csv")
 
 
+def journals_of(path: Path) -> list[Path]:
+    """The journals that are there beside a history file, the older one first."""
+    journal = journal_of(path)
+    return [each for each in (_older(journal), journal) if each.exists()]
+
+
+def plan_of(path: Path) -> Path:
+    """The plan of preloads beside a history file."""
+    return path.with_suffix(".plan.toml")
+
+
+def _older(journal: Path) -> Path:
+    return journal.with_suffix(".csv.1")
+
+
 def _read(path: Path) -> StoredHistory | None:
     try:
         text = path.read_text(encoding="utf-8")
@@ -105,7 +120,7 @@ def _write(path: Path, text: str, minutes: Sequence[Minute]) -> None:
 
 def _append(journal: Path, minutes: Sequence[Minute]) -> None:
     if journal.exists() and journal.stat().st_size >= JOURNAL_BYTES:
-        journal.replace(journal.with_suffix(".csv.1"))
+        journal.replace(_older(journal))
     lines = "".join(journal_line(row) + "\n" for row in minutes)
     with journal.open("a", encoding="utf-8") as file:
         file.write(lines if file.tell() else f"{JOURNAL_HEADER}\n{lines}")

@@ -58,7 +58,6 @@ from qworker.worker.settle import Settler
 from qworker.worker.snapshot import snapshot
 from qworker.worker.subscriptions import AckTimeout
 from qworker.worker.sweep import Sweeper
-from qworker.worker.warm_start import WarmStart
 from qworker.worker.watched import Watched
 
 log = structlog.get_logger(__name__)
@@ -130,9 +129,6 @@ class Worker:
             queue_type=settings.queue_type,
         )
         self._sweeper = Sweeper(self._registry, settings.sweep_interval, self.counters, clock)
-        warm_start = WarmStart(
-            self.zone, self._registry, self.counters, self.claim, self._is_loading, share=settings.warm_start
-        )
         self._brake = Brake(
             self.zone,
             self.counters,
@@ -141,7 +137,8 @@ class Worker:
             group_window=settings.group_window,
             max_hold=settings.max_cold_wait if settings.thrash_brake else 0.0,
         )
-        self._keeper = Keeper(settings, self.zone, self.counters, self._sessions, warm_start, self._brake)
+        known = (self._sessions, self._registry, self._brake)
+        self._keeper = Keeper(settings, self.zone, self.counters, *known, self.claim, self._is_loading)
         self._parts = Parts(
             zone=self.zone,
             loader=Loader(
@@ -423,6 +420,7 @@ class Worker:
             "refusing": [model for model, tenant in self._tenants.items() if tenant.claim.refusing],
             "waiting": [{"model": m, "seconds": s, "why": why} for m, s, why in self.zone.blocked()],
             "brake": self._brake.state(),
+            "preloads": self._keeper.preloads(),
             "ledger": {"budget": self.zone.budget, "held": self.zone.held, "peak": self.zone.peak},
             "ledgers": self.zone.ledgers(),
             "consumers": self._consumers(),
