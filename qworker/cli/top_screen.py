@@ -84,7 +84,7 @@ class Screen:
 def render(view: View, screen: Screen, *, height: int = 50) -> Group:
     """The whole screen, of at most about ``height`` lines."""
     workers, cold = view["workers"], screen.cold(view)
-    rest = max(5, height - len(workers) - 22)
+    rest = max(5, height - len(workers) - len(view["reloaded"][:6]) - 23)
     parts: list[Any] = [_workers(workers, view["silent"]), _models(screen.models(view), screen, rest)]
     if view["loading"]:
         parts.append(_table("loading", ("worker", "stage", "seconds", "percent"), _loads(view["loading"])))
@@ -92,6 +92,9 @@ def render(view: View, screen: Screen, *, height: int = 50) -> Group:
         parts.append(
             _table("cold, with jobs", ("ready", "waits on", "seconds", "then loads", "why"), _cold(cold, screen))
         )
+    if view["reloaded"]:
+        columns = ("loads/min", "load s", "workers", "evicted last because it")
+        parts.append(_table("loaded again and again", columns, _reloaded(view["reloaded"])))
     if view["evictions"]:
         parts.append(_table("evicted", ("worker", "why"), _evictions(view["evictions"])))
     foot = f"filter: {screen.filter}_" if screen.typing else screen.message or HELP
@@ -154,7 +157,7 @@ def _models(rows: Sequence[Row], screen: Screen, most: int) -> Table:
 def _table(title: str, columns: Sequence[str], rows: Sequence[tuple[Sequence[str], bool]]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 1))
     for name in (title, *columns):
-        table.add_column(name, no_wrap=name != "why", overflow="fold")
+        table.add_column(name, no_wrap=not name.endswith(("why", "because it")), overflow="fold")
     for cells, selected in rows:
         table.add_row(*map(Text, cells), style="reverse" if selected else None)
     return table
@@ -190,6 +193,13 @@ def _cold(rows: Sequence[Row], screen: Screen) -> list[tuple[Sequence[str], bool
             (row["model"], row["worker"]) == screen.selected,
         )
         for row in rows[:8]
+    ]
+
+
+def _reloaded(rows: Sequence[Row]) -> list[tuple[Sequence[str], bool]]:
+    return [
+        ((row["model"], str(row["loads"]), f"{row['seconds']:.1f}", ", ".join(row["workers"]), row["why"] or ""), False)
+        for row in rows[:6]
     ]
 
 

@@ -18,6 +18,9 @@ MOST_POINTS: Final = 900
 LATE: Final = 5.0
 """Seconds without a word after which a worker's figures are told to be old."""
 
+_CLAIMED: Final = ("loaded", "no_room", "failed", "refused")
+"""Notes on how a claim ended."""
+
 Snapshot = Mapping[str, Any]
 
 
@@ -80,6 +83,7 @@ class Fleet:
             "cold": _cold(seen, {row["model"] for row in models if row["state"] != "waiting"}),
             "loading": [_load(worker, load) for worker, each in seen for load in each.last["loading"]],
             "evictions": [note for note in notes if note["kind"] == "evicted"][-10:],
+            "reloaded": reloaded(notes, max((each.last["at"] for _, each in seen), default=0.0)),
             "timeline": notes[-MOST_NOTES:],
             "memory": {worker: [list(point) for point in each.memory] for worker, each in seen},
             "silent": [
@@ -206,7 +210,46 @@ def _cold(seen: Sequence[tuple[str, _Seen]], there: set[str]) -> list[dict[str, 
             row = found.setdefault(waiting["model"], {"model": waiting["model"], **unknown})
             row.update(worker=worker, seconds=round(waiting["seconds"], 1), why=waiting["why"])
             row["load_seconds"] = expected.get(waiting["model"])
+    for row in found.values():
+        if row["why"] is None:
+            row["why"] = _found_no_room(row["model"], seen)
     return sorted(found.values(), key=lambda row: -(row["seconds"] or 0.0))
+
+
+def _found_no_room(model: str, seen: Sequence[tuple[str, _Seen]]) -> str | None:
+    """What its last claim said, where that found no room."""
+    notes = [note for _, each in seen for note in each.notes if note["model"] == model and note["kind"] in _CLAIMED]
+    last = max(notes, key=lambda note: (note["at"], note["number"]), default=None)
+    return last["reason"] if last is not None and last["kind"] == "no_room" else None
+
+
+def reloaded(notes: Sequence[Mapping[str, Any]], now: float) -> list[dict[str, Any]]:
+    """Models that were loaded more than once within the last minute, the most often first: what thrashes, and why.
+
+    ``notes`` in their order. ``why``: what it was evicted for last, anywhere.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for note in notes:
+        if note["at"] <= now - SWITCH_WINDOW or note["kind"] not in ("loaded", "evicted"):
+            continue
+        none: dict[str, Any] = {
+            "model": note["model"],
+            "loads": 0,
+            "seconds": 0.0,
+            "evictions": 0,
+            "workers": [],
+            "why": None,
+        }
+        row = found.setdefault(note["model"], none)
+        if note["kind"] == "evicted":
+            row["evictions"] += 1
+            row["why"] = note.get("reason")
+            continue
+        row["loads"] += 1
+        row["seconds"] = round(row["seconds"] + (note.get("seconds") or 0.0), 3)
+        row["workers"] = sorted({*row["workers"], note["worker"]})
+    often = [row for row in found.values() if row["loads"] > 1 and row["evictions"]]
+    return sorted(often, key=lambda row: (-row["loads"], -row["seconds"], row["model"]))
 
 
 def _load(worker: str, load: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qworker.telemetry.measures import SECONDS, Measures
-from qworker.watch.fleet import Fleet, quantile
+from qworker.watch.fleet import Fleet, quantile, reloaded
 from tests.watch.snapshots import row, told
 
 
@@ -53,6 +53,44 @@ def test_notes_are_told_once_and_in_order() -> None:
     fleet.take(told("w", 3.0, second) | {"started": 1.0}, 3.0)
     kinds = [note["kind"] for note in fleet.view(3.0)["timeline"] if note["worker"] == "w"]
     assert sorted(kinds) == ["evicted", "failed", "loaded"]
+
+
+def test_what_is_loaded_again_and_again() -> None:
+    """Of the last minute, over all workers, the most often first; what was loaded once, or never left, is none."""
+    notes = [
+        {"at": at, "kind": kind, "model": model, "worker": worker, "reason": f"at {at}", "seconds": 0.5}
+        for at, kind, model, worker in (
+            (10.0, "loaded", "long-ago", "w"),
+            (11.0, "evicted", "long-ago", "w"),
+            (39.0, "loaded", "long-ago", "w"),
+            (40.0, "loaded", "a", "w"),
+            (41.0, "evicted", "a", "w"),
+            (42.0, "loaded", "a", "v"),
+            (43.0, "loaded", "once", "w"),
+            (44.0, "loaded", "b", "w"),
+            (45.0, "evicted", "b", "w"),
+            (46.0, "loaded", "b", "w"),
+            (47.0, "evicted", "b", "w"),
+            (48.0, "loaded", "b", "w"),
+            (49.0, "loaded", "replica", "w"),
+            (50.0, "loaded", "replica", "v"),
+        )
+    ]
+    often = reloaded(notes, 95.0)
+    assert [(row["model"], row["loads"], row["evictions"]) for row in often] == [("b", 3, 2), ("a", 2, 1)]
+    assert (often[1]["workers"], often[1]["seconds"], often[1]["why"]) == (["v", "w"], 1.0, "at 41.0")
+
+
+def test_why_a_model_that_found_no_room_is_cold() -> None:
+    """What its last claim said stays in sight until another one does better."""
+    fleet, measures = Fleet(), Measures()
+    measures.depths = {"m": [(2, 0)]}
+    measures.chronicle.note("no_room", "m", "pinned models keep the rest")
+    fleet.take(told("w", 1.0, measures), 1.0)
+    assert [row["why"] for row in fleet.view(1.0)["cold"]] == ["pinned models keep the rest"]
+    measures.chronicle.note("loaded", "m", seconds=1.0)
+    fleet.take(told("w", 2.0, measures), 2.0)
+    assert [row["why"] for row in fleet.view(2.0)["cold"]] == [None]
 
 
 def test_cold_models_with_jobs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from io import StringIO
 from typing import Any
 
@@ -16,10 +17,12 @@ from tests.watch.snapshots import MIB, row, told
 def view() -> dict[str, Any]:
     fleet, measures = Fleet(), Measures()
     measures.depths = {"cold-one": [(5, 0)]}
+    measures.chronicle.note("loaded", "old", seconds=0.75)
     measures.chronicle.note("evicted", "old", "makes room for beta")
+    measures.chronicle.note("loaded", "old", seconds=0.75)
     measures.chronicle.enter("gamma", "load", 10.0)
     rows = (row("alpha", nbytes=3 * MIB, key=2.0), row("beta", nbytes=9 * MIB, key=1.0), row("gamma", "loading"))
-    fleet.take(told("w1", 1.0, measures, *rows), 1.0)
+    fleet.take(told("w1", time.time(), measures, *rows), 1.0)
     fleet.called(["w1"], {"w2": None})
     return fleet.view(1.0)
 
@@ -41,6 +44,8 @@ def test_everything_is_on_the_screen() -> None:
         "load",
         "cold-one",
         "makes room for beta",
+        "loaded again and again",
+        "1.5",
         "w2",
         "does not answer",
     ):
