@@ -165,12 +165,12 @@ class Settings(BaseSettings):
     """Runs of a job whose answer cannot be sent, or which break the device, before it is dead-lettered."""
     max_crashes: Annotated[int, Field(ge=2, le=20)] = 3
     """Workers that one job may end. After the first it runs alone; after the last it is dead-lettered as poison."""
-    max_body: PositiveSize = ByteSize(16 * _MIB)
-    """Largest message taken or sent. RabbitMQ 4 takes 16 MiB unless it is told otherwise."""
-    grace: SecondsOrZero = 30.0
     max_load_crashes: Annotated[int, Field(ge=2, le=20)] = 4
     """Workers in a row that may end while they load one build before its jobs are refused. From the second on its
     loads are put off, and its jobs wait."""
+    max_body: PositiveSize = ByteSize(16 * _MIB)
+    """Largest message taken or sent. RabbitMQ 4 takes 16 MiB unless it is told otherwise."""
+    grace: SecondsOrZero = 30.0
     """Time to finish the jobs in hand when asked to stop."""
 
     # --- the broker ---

@@ -242,7 +242,6 @@ class HotModel:
         return await self._jobs_ready()
 
     async def _load(self) -> Outcome:
-        parts, now = self._parts, self._parts.clock()
         while True:
             try:
                 return await self._try_to_load()
@@ -274,6 +273,7 @@ class HotModel:
 
     async def _try_to_load(self) -> Outcome:
         """Raises Quarantined when its jobs are to wait because loads have ended workers."""
+        parts, now = self._parts, self._parts.clock()
         if (why_not := parts.history.held(self.model, now)) is not None:
             return self._refuse(ModelUnavailable(why_not))
         try:
