@@ -13,6 +13,7 @@ from qworker.wire.codec import decode_job
 from tests.chaos.book import Book
 from tests.chaos.mutate import malformed, seeds
 from tests.chaos.schedule import PLATFORM_FAULTS, WORKER_FAULTS, plan
+from tests.chaos.verdict import harmed
 
 SOURCES = seeds()
 
@@ -77,3 +78,17 @@ def test_the_book_tells_lost_doubled_and_unsure_jobs() -> None:
     assert (tally.accepted, tally.results, tally.failures, tally.dead_letters, tally.lost) == (7, 3, 2, 1, 1)
     assert (tally.duplicates, tally.unsure, tally.strays, tally.answer_and_letter) == (1, 1, 1, 0)
     assert tally.balanced
+
+
+def test_good_jobs_that_fail_are_excused_only_where_kills_explain_them() -> None:
+    """Nearly all are answered with results, whatever is killed; in most scenarios all of them."""
+    book = Book()
+    for n in range(200):
+        book.publishing(f"j{n}", "m", 0)
+        book.confirmed(f"j{n}")
+        book.answer(f"j{n}", "model_unavailable" if n < 2 else "ok")
+    assert harmed("kills", book.tally()) == harmed("mixed", book.tally()) == []
+    assert "2 good jobs failed" in harmed("restarts", book.tally())[0]
+    book.publishing("late", "m", 0)
+    book.answer("late", "model_unavailable")
+    assert "3 good jobs failed" in harmed("kills", book.tally())[0]
