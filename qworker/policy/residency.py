@@ -295,6 +295,13 @@ class Residency:
         """Whether somebody waits for bytes."""
         return bool(self._line)
 
+    def kept_out(self, nbytes: int) -> str:
+        """Why so many bytes cannot become free while the pins stand; "" when they can."""
+        pinned = self._pinned_bytes()
+        if nbytes <= self._budget - pinned:
+            return ""
+        return f"needs {_mib(nbytes)}, and pinned models keep {_mib(pinned)} of {_mib(self._budget)}"
+
     @property
     def budget(self) -> int:
         return self._budget
@@ -502,9 +509,8 @@ class Residency:
 
     def _why(self, model: str, head: str | None, now: float) -> str:
         nbytes = self._entries[model].nbytes
-        pinned = self._pinned_bytes()
-        if nbytes > self._budget - pinned:
-            return f"needs {_mib(nbytes)}, and pinned models keep {_mib(pinned)} of {_mib(self._budget)}"
+        if kept_out := self.kept_out(nbytes):
+            return kept_out
         if model != head:
             return f"needs {_mib(nbytes)}; {head} is before it in line"
         coming = self._draining_bytes()

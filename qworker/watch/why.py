@@ -41,7 +41,19 @@ def _why_cold(views: Mapping[str, Mapping[str, Any]], ready: int | None) -> str:
         return "it has no queue at the broker: register it with --broker, or publish a job for it"
     if ready == 0:
         return "no jobs wait for it, and nobody keeps what nobody wants once others need the room" + _left(views)
+    if room := _no_room(views):
+        return f"{ready} jobs wait for it; {room}"
     return f"{ready} jobs wait for it, and no worker has claimed it yet: the sweep wakes one within seconds"
+
+
+def _no_room(views: Mapping[str, Mapping[str, Any]]) -> str:
+    """What its last claims found, where they found no room."""
+    found: list[str] = []
+    for worker, view in sorted(views.items()):
+        ends = [note for note in view["story"] if note["kind"] in ("loaded", "no_room", "failed", "refused")]
+        if ends and ends[-1]["kind"] == "no_room":
+            found.append(f"{worker}: {ends[-1]['reason']}")
+    return "; ".join(found)
 
 
 def _left(views: Mapping[str, Mapping[str, Any]]) -> str:

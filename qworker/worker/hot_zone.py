@@ -21,6 +21,9 @@ SPARE = -9
 """The urgency of a model that nobody waits for: it gets bytes that are free while nobody waits for any."""
 REPLICA = -5
 """That of one more replica: it gets bytes that are free, or those of a model that was not called lately."""
+KEPT_OUT_SECONDS = 5.0
+"""So long a claim waits for bytes that pinned models keep: meanwhile no other worker can have the model."""
+LOOK_SECONDS = 0.5
 
 
 class Tenant(Protocol):
@@ -64,7 +67,8 @@ class HotZone:
         self._tenants[model] = tenant
 
     async def room(self, model: str, nbytes: int, *, within: float, kind: str = "", urgency: int = 0) -> bool:
-        """Wait until ``nbytes`` are booked for ``model``; False when they were not within ``within`` seconds.
+        """Wait until ``nbytes`` are booked for ``model``; False when they were not within ``within`` seconds, or pins
+        have kept them for a few.
 
         ``kind`` names the memory, where there is more than one. From True on, the bytes are held until
         :meth:`gone`. Raises ModelTooLarge when it can never fit. With ``urgency`` SPARE it is now or not at all.
@@ -77,7 +81,7 @@ class HotZone:
         self._obey(self._of(model).want(model, nbytes, self._clock(), urgency=urgency))
         try:
             if urgency != REPLICA or admitted.done() or self._of(model).is_coming(model):
-                await asyncio.wait({admitted}, timeout=within)
+                await self._admission(admitted, model, nbytes, within)
         except asyncio.CancelledError:
             self._withdraw(model, admitted)
             raise
@@ -87,6 +91,23 @@ class HotZone:
             return admitted.result()  # False from give_up; raises what _obey put there
         self._withdraw(model, admitted)
         return False
+
+    async def _admission(self, admitted: asyncio.Future[bool], model: str, nbytes: int, within: float) -> None:
+        now = asyncio.get_running_loop().time
+        last = now() + within
+        kept_out: float | None = None
+        while not admitted.done() and now() < last:
+            if not self._of(model).kept_out(nbytes):
+                kept_out = None
+            elif kept_out is None:
+                kept_out = now()
+            elif now() >= kept_out + KEPT_OUT_SECONDS:
+                return
+            await asyncio.wait({admitted}, timeout=min(last - now(), LOOK_SECONDS))
+
+    def kept_out(self, nbytes: int, kind: str = "") -> str:
+        """Why so many bytes of that memory cannot become free while the pins stand; "" when they can."""
+        return self._tables.get(kind, self._first).kept_out(nbytes)
 
     def give_up(self, model: str) -> None:
         """If a load of ``model`` waits for bytes, it waits no longer."""

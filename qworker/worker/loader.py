@@ -123,6 +123,8 @@ class Loader:
             if not await self._zone.room(
                 card.model, nbytes, within=self._claim_timeout, kind=card.backend, urgency=urgency
             ):
+                if kept_out := self._zone.kept_out(nbytes, card.backend):
+                    raise NoRoom(f"{card.model} {kept_out}: unpin one, or serve it on another worker")
                 raise NoRoom(f"{card.model} needs {nbytes} bytes, and they were not free in {self._claim_timeout:g} s")
         asked = self._clock()
         stages.enter(card.model, "slot", expected)

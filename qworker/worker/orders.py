@@ -28,6 +28,7 @@ from qworker.worker.watched import Watched
 
 log = structlog.get_logger(__name__)
 
+MIB = 1 << 20
 PIN_LOOK = 1.0
 STORY = 12
 DEFAULT_QUARANTINE = 3600.0
@@ -148,7 +149,8 @@ class Orders:
         total = self._pins.place(asked.model, Pin(nbytes, until, hours), most)
         if total is not None:
             raise ModelUnavailable(
-                f"pins would keep {total} bytes, and pin_quota allows them {most} ({self._pin_quota:g} of the budget): "
+                f"pins would keep {total / MIB:.1f} MiB, and pin_quota allows them {most / MIB:.1f} MiB "
+                f"({self._pin_quota:g} of the budget): "
                 "unpin another model, or give the worker a larger pin_quota"
             )
         self._apply_pins()

@@ -13,6 +13,7 @@ from qworker.policy.eviction import Lru
 from qworker.policy.residency import Residency
 from qworker.telemetry.counters import Counters
 from qworker.worker.hot_zone import HotZone
+from tests.support.waiting import wait_until
 
 BUDGET = 10
 
@@ -149,3 +150,32 @@ async def test_too_large_at_once() -> None:
     with pytest.raises(ModelTooLarge, match=str(BUDGET)):
         await zone.room("giant", BUDGET + 1, within=5)
     assert (zone.held, zone.rows()) == (0, ())
+
+
+async def test_a_claim_that_pins_keep_out_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not hold the model for as long as claims may wait: another worker may have the room. What waits for
+    a model that is busy goes on waiting."""
+    monkeypatch.setattr("qworker.worker.hot_zone.KEPT_OUT_SECONDS", 0.1)
+    monkeypatch.setattr("qworker.worker.hot_zone.LOOK_SECONDS", 0.02)
+    loop = asyncio.get_running_loop()
+    zone = HotZone(Residency(BUDGET, Lru(), min_residency=0.0, max_cold_wait=3600.0), loop.time, Counters())
+    zone.pin("pinned")
+    guests = [Guest(zone, "pinned", 6, 0), Guest(zone, "busy", 4, 0), Guest(zone, "patient", 3, 0)]
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        clock = tasks.create_task(zone.run())
+        for guest in guests[:2]:
+            tasks.create_task(guest.run())
+        await wait_until(lambda: all(guest.served for guest in guests[:2]), what="both are there")
+        zone.started("busy")
+        tasks.create_task(guests[2].run())
+        assert not await zone.room("large", 5, within=3600)
+        assert "pinned models keep" in zone.kept_out(5)
+        assert not zone.kept_out(4)
+        assert not guests[2].served
+        assert zone.crowded
+        zone.finished("busy")
+        await wait_until(lambda: guests[2].served, what="the patient one is there")
+        for guest in guests:
+            guest.leave()
+        clock.cancel()
+    assert zone.held == 0
