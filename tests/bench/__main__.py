@@ -10,6 +10,8 @@ import sys
 from tests.bench.figures import Table
 
 NAMES = ("hot", "batch", "score", "cold", "interfere", "scale", "fleet")
+ALONE = ("predict",)
+"""Not in ``all``: each round takes its minutes."""
 
 
 def _numbers(text: str) -> list[int]:
@@ -18,7 +20,7 @@ def _numbers(text: str) -> list[int]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ops/bench", description="Benchmarks against a reference in the same rounds.")
-    parser.add_argument("name", choices=[*NAMES, "all"])
+    parser.add_argument("name", choices=[*NAMES, *ALONE, "all"])
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
     parser.add_argument("--quiet", type=float, default=0.0, help="seconds to wait, at most, for idle CPUs each round")
     parser.add_argument("--json", action="store_true", help="the last line is one flat object of ratios")
@@ -30,6 +32,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     hot.add_argument("--no-uvloop", action="store_true", help="asyncio's own loop for us too")
     scale = parser.add_argument_group("scale")
     scale.add_argument("--models", type=_numbers, default=[100, 1000], help="registered models, e.g. 100,1000,10000")
+    predict = parser.add_argument_group("predict")
+    predict.add_argument("--minutes", type=float, default=10.0, help="of live traffic a round")
     return parser.parse_args(arguments)
 
 
