@@ -24,6 +24,7 @@ from qworker.errors import (
 if TYPE_CHECKING:
     from qworker.api import Client, SyncClient
     from qworker.wire.messages import Failure, Result, Tensor
+    from qworker.wire.progress import Progress
 
 __all__ = [
     "BrokerRefused",
@@ -36,6 +37,7 @@ __all__ = [
     "InvalidInput",
     "JobFailed",
     "ModelUnavailable",
+    "Progress",
     "QworkerError",
     "Result",
     "SyncClient",
@@ -57,6 +59,7 @@ _LAZY = {
     "Failure": "qworker.wire.messages",
     "Result": "qworker.wire.messages",
     "Tensor": "qworker.wire.messages",
+    "Progress": "qworker.wire.progress",
 }
 
 

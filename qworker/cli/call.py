@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -20,6 +21,7 @@ from qworker.config import load_settings
 from qworker.errors import ConfigError, InvalidInput, QworkerError
 from qworker.wire.codec import encode_result
 from qworker.wire.messages import JSON, Result, Tensor
+from qworker.wire.progress import Progress
 
 _T = TypeVar("_T")
 
@@ -71,6 +73,7 @@ def call(
     priority: Priority = None,
     timeout: Timeout = 30.0,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE.npz", help="Save the outputs.")] = None,
+    progress: Annotated[bool, typer.Option("--progress", help="Show on standard error what it waits for.")] = False,
     broker: Broker = None,
     config: Config = None,
     as_json: AsJson = False,
@@ -83,15 +86,17 @@ def call(
 
     async def run() -> Result:
         async with client_for(load_settings({"broker": broker}, config)) as client:
-            return await client.call(
-                model,
-                asked.inputs,
-                timeout=timeout,
-                version=asked.version,
-                outputs=asked.outputs,
-                parameters=asked.parameters,
-                priority=priority,
-            )
+            with _live(model) if progress else nullcontext(False) as tell:
+                return await client.call(
+                    model,
+                    asked.inputs,
+                    timeout=timeout,
+                    version=asked.version,
+                    outputs=asked.outputs,
+                    parameters=asked.parameters,
+                    priority=priority,
+                    progress=tell,
+                )
 
     result = _finish(run(), as_json)
     if output is not None:
@@ -100,6 +105,25 @@ def call(
         sys.stdout.write(_json_of(result) + "\n")
     else:
         _show(result)
+
+
+@contextmanager
+def _live(model: str) -> Generator[Callable[[Progress], None]]:
+    """One line that changes on a terminal; elsewhere a line for each change."""
+    console = Console(stderr=True, highlight=False, markup=False)
+    if console.is_terminal:
+        with console.status(f"{model}: published") as status:
+            yield lambda progress: status.update(f"{model}: {progress}")
+        return
+    last = ""
+
+    def tell(progress: Progress) -> None:
+        nonlocal last
+        if (line := f"{model}: {progress}") != last:
+            last = line
+            sys.stderr.write(f"{line}\n")
+
+    yield tell
 
 
 def publish(

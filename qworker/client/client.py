@@ -10,29 +10,29 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
-from msgspec.structs import replace
-
 from qworker.broker.base import Connector, Properties, Session
+from qworker.client.apart import sent_apart
+from qworker.client.envelope import envelope, named
 from qworker.client.link import Link
-from qworker.client.replies import ReplyQueue, fetch_reply, read_reply
-from qworker.errors import BrokerError, BrokerUnavailable, CallTimeout
+from qworker.client.replies import OnTold, ReplyQueue, fetch_reply, read_reply
+from qworker.client.waiting import Listening, OnProgress, timed_out
+from qworker.errors import BrokerError, BrokerUnavailable, CallTimeout, InvalidInput
 from qworker.store.base import BlobStore
 from qworker.telemetry.trace import ClientTraces, traced
 from qworker.wire.codec import encode_job
 from qworker.wire.control import cancel_order, encode_order
-from qworker.wire.datatypes import tensor
-from qworker.wire.messages import JSON, MSGPACK, Job, Result, Tensor
+from qworker.wire.messages import JSON, MSGPACK, Job, Result
 from qworker.wire.names import check_model_id
+from qworker.wire.progress import PROGRESS_HEADER, decode_progress
 from qworker.wire.reference import Referenced
-from qworker.wire.topology import BLOBS_HEADER, CONTROL, DEADLINE_HEADER, JOBS, PUBLISHED_HEADER, order_key
+from qworker.wire.topology import CONTROL, JOBS, order_key
 
 _Answer = tuple[bytes, str | None] | BrokerError | None
 """What ends a wait: the reply's body and content type; the loss of the connection, or a publish that was refused;
@@ -66,8 +66,11 @@ class Client:
         self.traces = traces
         self._blobs = blobs
         self._blob_limit = blob_limit
+        self._envelope = partial(envelope, blobs=blobs, traces=traces)
         # Written by ``_request`` alone (on_reply and on_lost only complete the futures).
         self._waiting: dict[str, asyncio.Future[_Answer]] = {}
+        # By the calls that asked for progress; written by ``call`` alone.
+        self._listening: dict[str, Listening] = {}
         self._ids, self._numbers = uuid4().hex, itertools.count(1)
         self._reply_queues: set[ReplyQueue] = set()
         self._dropped_replies = 0
@@ -120,6 +123,7 @@ class Client:
         deadline: float | None = None,
         content_type: str = MSGPACK,
         retry: bool = False,
+        progress: OnProgress | bool = False,
     ) -> Result:
         """Run ``model`` once on ``inputs`` (name → array-like) and return its result.
 
@@ -128,32 +132,33 @@ class Client:
         seconds) replaces that. With ``retry`` a job whose connection was lost is published again, under
         the same id: it may then run twice. When the call is cancelled, so is the job.
 
+        ``progress`` is called on the event loop with each ``Progress`` that workers tell meanwhile (docs/progress.md);
+        what it raises ends the call. True: they are asked, for what CallTimeout says.
+
         Raises InvalidInput, UnknownModel, ModelUnavailable, JobFailed and the other job errors as the
-        worker says; CallTimeout; BrokerUnavailable; MessageTooLarge and other PublishFailed; StoreError and
-        BlobUnavailable where tensors go by the blob store.
+        worker says; CallTimeout, which says what the job was waiting for; BrokerUnavailable; MessageTooLarge and other
+        PublishFailed; StoreError and BlobUnavailable where tensors go by the blob store.
         """
         job = self._job(model, inputs, version, outputs, parameters)
         now = time.time()
         if deadline is None and timeout is not None:
             deadline = now + timeout
         if self._blobs is not None:
-            job, timeout = await self._sent_apart(self._blobs, job, content_type, timeout)
+            job, timeout = await sent_apart(self._blobs, job, self._most(content_type), timeout)
         body = encode_job(job, content_type)
-        properties = self._envelope(job.id, content_type, now, deadline, priority)
+        properties = self._envelope(
+            job.id, content_type, now, deadline=deadline, priority=priority, progress=progress is not False
+        )
+        if progress is not False:
+            self._listening[job.id] = Listening(progress)
         try:
-            reply = None if retry else await self._call_now(job, body, properties, timeout)
-            if reply is None:
-                limit = asyncio.timeout(timeout)
-                try:
-                    async with limit:
-                        reply = await self._request(job, body, properties, retry=retry)
-                except TimeoutError:
-                    if not limit.expired():
-                        raise
-                    raise self._timed_out(job, timeout) from None
+            reply = await self._reply(job, body, properties, timeout, retry=retry)
         except asyncio.CancelledError:
             self._cancel_soon(job)
             raise
+        finally:
+            if progress is not False:
+                del self._listening[job.id]
         try:
             return read_reply(*reply).result()
         except Referenced as found:
@@ -174,19 +179,30 @@ class Client:
         priority: int | None = None,
         deadline: float | None = None,
         content_type: str = MSGPACK,
+        progress: bool = False,
     ) -> str:
         """Publish a job and return its id once the broker has it on disk.
 
         The result goes to the queue ``reply_to`` (see ``reply_queue``), or without one to the exchange
         ``qworker.results`` under the model's id. ``timeout`` limits the publishing, not the job;
-        ``deadline`` (unix seconds) limits the job. Raises BrokerUnavailable, PublishFailed, StoreError.
+        ``deadline`` (unix seconds) limits the job. With ``progress`` what it waits for is told to ``reply_to``, too.
+        Raises BrokerUnavailable, PublishFailed, StoreError.
         """
         job = self._job(model, inputs, version, outputs, parameters)
         now = time.time()
         if self._blobs is not None:
-            job, timeout = await self._sent_apart(self._blobs, job, content_type, timeout)
+            job, timeout = await sent_apart(self._blobs, job, self._most(content_type), timeout)
         body = encode_job(job, content_type)
-        properties = self._envelope(job.id, content_type, now, deadline, priority, reply_to, correlation_id)
+        properties = self._envelope(
+            job.id,
+            content_type,
+            now,
+            deadline=deadline,
+            priority=priority,
+            progress=progress,
+            reply_to=reply_to,
+            correlation_id=correlation_id,
+        )
         limit = asyncio.timeout(timeout)
         try:
             async with limit:
@@ -226,36 +242,45 @@ class Client:
         except BrokerError as error:
             _LOG.info("a cancelled job may still run: %s", error)
 
-    def reply_queue(self, name: str | None = None, *, durable: bool = False, prefetch: int = 100) -> ReplyQueue:
+    def reply_queue(
+        self,
+        name: str | None = None,
+        *,
+        durable: bool = False,
+        prefetch: int = 100,
+        on_progress: OnTold | None = None,
+    ) -> ReplyQueue:
         """A queue of the caller's own for results, to be entered with ``async with`` and iterated.
 
         Without ``durable`` it is exclusive and goes with the connection; a durable one outlives its
-        readers and needs a name.
+        readers and needs a name. ``on_progress`` is called with a job's correlation id and what is told of it, for
+        jobs that were published with ``progress``, while the queue is read.
         """
         return ReplyQueue(
-            self._link, self._reply_queues, name=name, durable=durable, prefetch=prefetch, blobs=self._blobs
+            self._link,
+            self._reply_queues,
+            name=name,
+            durable=durable,
+            prefetch=prefetch,
+            blobs=self._blobs,
+            on_progress=on_progress,
         )
 
-    async def _sent_apart(
-        self, blobs: BlobStore, job: Job, content_type: str, seconds: float | None
-    ) -> tuple[Job, float | None]:
-        """``job`` with what its message does not hold in the store, and what is left of the time."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        most = self._blob_limit // _JSON_GROWTH if content_type == JSON else self._blob_limit
+    async def _reply(
+        self, job: Job, body: bytes, properties: Properties, seconds: float | None, *, retry: bool
+    ) -> tuple[bytes, str | None]:
+        """The answer's body and content type."""
+        reply = None if retry else await self._call_now(job, body, properties, seconds)
+        if reply is not None:
+            return reply
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
-                inputs = await blobs.send(job.inputs, most)
+                return await self._request(job, body, properties, retry=retry)
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise CallTimeout(
-                f"the blob store did not take the inputs of job {job.id} for {job.model} within {seconds:g} s: it was "
-                "not published. Allow more time, or look at the store"
-            ) from None
-        left = None if seconds is None else max(0.0, began + seconds - loop.time())
-        return replace(job, inputs=inputs), left
+            raise await self._timed_out(job, seconds) from None
 
     async def _call_now(
         self, job: Job, body: bytes, properties: Properties, seconds: float | None
@@ -284,7 +309,7 @@ class Client:
             if expiry is not None:
                 expiry.cancel()
         if answer is None:
-            raise self._timed_out(job, seconds)
+            raise await self._timed_out(job, seconds)
         if isinstance(answer, BrokerUnavailable):
             raise _lost(job, answer) from answer
         if isinstance(answer, BrokerError):
@@ -310,6 +335,10 @@ class Client:
             if not retry or self._link.closed:
                 raise _lost(job, lost) from lost
 
+    def _most(self, content_type: str) -> int:
+        """Bytes of tensors that stay in a message."""
+        return self._blob_limit // _JSON_GROWTH if content_type == JSON else self._blob_limit
+
     def _job(
         self,
         model: str,
@@ -319,49 +348,33 @@ class Client:
         parameters: Mapping[str, Any] | None,
     ) -> Job:
         _checked_id(model)  # it becomes a routing key, and the worker's answer would come a round trip later
-        tensors = tuple([_named(name, value) for name, value in inputs.items()])
+        tensors = tuple([named(name, value) for name, value in inputs.items()])
         job_id = f"{self._ids}-{next(self._numbers):x}"
         return Job(job_id, model, tensors, version, tuple(outputs), dict(parameters or {}))
 
-    def _envelope(
-        self,
-        job_id: str,
-        content_type: str,
-        now: float,
-        deadline: float | None,
-        priority: int | None,
-        reply_to: str | None = None,
-        correlation_id: str | None = None,
-    ) -> Properties:
-        headers: dict[str, int | str] = {PUBLISHED_HEADER: int(now * 1000)}
-        if self._blobs is not None:
-            headers[BLOBS_HEADER] = self._blobs.prefix
-        if self.traces is not None:
-            self.traces.inject(headers)
-        expiration: int | None = None
-        if deadline is not None:
-            headers[DEADLINE_HEADER] = int(deadline * 1000)
-            left = math.ceil((deadline - time.time()) * 1000)
-            # The broker answers for the time in which no worker has it. It takes no number of more than 32 bits.
-            expiration = max(1, left) if left < 1 << 32 else None
-        return Properties(
-            message_id=job_id,
-            correlation_id=correlation_id or job_id,
-            reply_to=reply_to,
-            content_type=content_type,
-            expiration_ms=expiration,
-            timestamp_ms=int(now * 1000),
-            priority=priority,
-            persistent=True,
-            headers=headers,
-        )
-
     def _take_reply(self, body: bytes, properties: Properties) -> None:
         waiter = self._waiting.get(properties.correlation_id or "")
-        if waiter is None or waiter.done():
+        if PROGRESS_HEADER in properties.headers:
+            self._take_progress(body, properties, waiter)
+        elif waiter is None or waiter.done():
             self._dropped_replies += 1
         else:
             waiter.set_result((body, properties.content_type))
+
+    def _take_progress(self, body: bytes, properties: Properties, waiter: asyncio.Future[_Answer] | None) -> None:
+        """Never an answer, and of no interest once there is one."""
+        listening = self._listening.get(properties.correlation_id or "")
+        if listening is None or waiter is None or waiter.done():
+            return
+        try:
+            _, _, progress = decode_progress(body, properties.content_type)
+        except InvalidInput:
+            self._dropped_replies += 1
+            return
+        try:
+            listening.heard(progress)
+        except BaseException as error:  # noqa: BLE001 - the caller's own, and its call raises it
+            waiter.set_exception(error)
 
     def _fail_waiting(self, lost: BrokerUnavailable) -> None:
         for waiter in self._waiting.values():
@@ -372,14 +385,10 @@ class Client:
         for replies in list(self._reply_queues):
             await replies.resume(session)
 
-    def _timed_out(self, job: Job, timeout: float | None) -> CallTimeout | BrokerUnavailable:
+    async def _timed_out(self, job: Job, seconds: float | None) -> CallTimeout | BrokerUnavailable:
         if self._link.trouble is not None:
-            return BrokerUnavailable(f"no reply from {job.model} within {timeout:g} s: {self._why_waiting()}")
-        return CallTimeout(
-            f"no reply from {job.model} within {timeout:g} s (job {job.id}); it may still run. Check that a worker "
-            "serves this store (`qworker models list`, `qworker doctor`), and allow for the model's load time: a "
-            "cold model loads first"
-        )
+            return BrokerUnavailable(f"no reply from {job.model} within {seconds:g} s: {self._why_waiting()}")
+        return await timed_out(job, seconds, self._listening.get(job.id), self._link.session())
 
     def _why_waiting(self) -> str:
         return str(self._link.trouble or "connected, but no confirm came")
@@ -399,10 +408,3 @@ def _lost(job: Job, reason: BrokerUnavailable) -> BrokerUnavailable:
         f"the connection was lost before job {job.id} for {job.model} was answered ({reason}); the job may "
         "still run, but its reply cannot reach this client any more: call again, or pass retry=True"
     )
-
-
-def _named(name: str, value: Any) -> Tensor:
-    """A Tensor as it is (under the mapping's name), anything else by its numpy dtype."""
-    if isinstance(value, Tensor):
-        return value if value.name == name else Tensor(name, value.datatype, value.array)
-    return tensor(name, value)

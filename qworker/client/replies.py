@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from uuid import uuid4
@@ -14,6 +15,7 @@ from qworker.errors import BrokerError, BrokerUnavailable, InvalidInput, JobFail
 from qworker.store.base import BlobStore
 from qworker.wire.codec import Blobs, decode_reply
 from qworker.wire.messages import Failure, Result
+from qworker.wire.progress import PROGRESS_HEADER, Progress, decode_progress
 from qworker.wire.reference import Referenced
 from qworker.wire.topology import Queue
 
@@ -70,6 +72,9 @@ def _bad_reply(exc: InvalidInput) -> JobFailed:
 _Identity = tuple[str, str, str | None]
 """Of an answer: the job's id, its model, and the correlation id."""
 
+OnTold = Callable[[str, Progress], object]
+"""Called with a job's correlation id and what is told of it."""
+
 REMEMBERED = 10_000
 
 
@@ -91,6 +96,7 @@ class ReplyQueue:
         durable: bool,
         prefetch: int,
         blobs: BlobStore | None = None,
+        on_progress: OnTold | None = None,
     ) -> None:
         if durable and not name:
             raise ValueError("a durable reply queue needs a name: another reader must be able to find it")
@@ -99,6 +105,7 @@ class ReplyQueue:
         self._prefetch = prefetch
         self._link = link
         self._blobs = blobs
+        self._on_progress = on_progress
         self._registry = registry
         self._arrived: asyncio.Queue[Delivery | BrokerError] = asyncio.Queue()
         self._in_hand: Delivery | None = None
@@ -172,7 +179,8 @@ class ReplyQueue:
         """The next answer; waits for it.
 
         Raises JobFailed("bad_reply") for a message that is none, BlobUnavailable where its tensors lie beside it and
-        cannot be read, BrokerError when the queue cannot be read any more. Either way the next call goes on.
+        cannot be read, BrokerError when the queue cannot be read any more; what ``on_progress`` raises. Either way the
+        next call goes on.
         """
         while True:
             await self._settle()
@@ -184,6 +192,9 @@ class ReplyQueue:
                 raise arrived
             self._in_hand = arrived
             body, properties = arrived.body, arrived.properties
+            if PROGRESS_HEADER in properties.headers:
+                self._tell(arrived)
+                continue
             try:
                 reply = read_reply(body, properties.content_type, properties.correlation_id)
             except Referenced as found:
@@ -191,6 +202,17 @@ class ReplyQueue:
             if self._is_new(reply):
                 return reply
             self._duplicates += 1
+
+    def _tell(self, arrived: Delivery) -> None:
+        """What a job waits for is no answer, whoever reads it."""
+        if self._on_progress is None:
+            return
+        properties = arrived.properties
+        try:
+            job_id, _, progress = decode_progress(arrived.body, properties.content_type)
+        except InvalidInput as exc:
+            raise _bad_reply(exc) from exc
+        self._on_progress(properties.correlation_id or job_id, progress)
 
     def _is_new(self, reply: Reply) -> bool:
         """Whether the job has no answer yet that was dealt with; a result after a failure is one that was asked for

@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from qworker.client.client import Client
+from qworker.client.waiting import OnProgress
 from qworker.errors import BrokerUnavailable, QworkerError
 from qworker.wire.messages import Result
 
@@ -31,6 +32,7 @@ class CallOptions(JobOptions, total=False):
     """Keyword arguments of ``Client.call``."""
 
     retry: bool
+    progress: OnProgress | bool
 
 
 class PublishOptions(JobOptions, total=False):
@@ -38,6 +40,7 @@ class PublishOptions(JobOptions, total=False):
 
     reply_to: str | None
     correlation_id: str | None
+    progress: bool
 
 
 class SyncClient:
@@ -83,7 +86,7 @@ class SyncClient:
         self._loop = self._stop = self._thread = None
 
     def call(self, model: str, inputs: Mapping[str, Any], **options: Unpack[CallOptions]) -> Result:
-        """Like ``Client.call``, blocking."""
+        """Like ``Client.call``, blocking. ``progress`` is called on the client's thread."""
         return self._wait(self._client.call(model, inputs, **options))
 
     def publish(self, model: str, inputs: Mapping[str, Any], **options: Unpack[PublishOptions]) -> str:

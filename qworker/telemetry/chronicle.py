@@ -70,6 +70,13 @@ class Chronicle:
         """The last ``most`` notes on one model, oldest first."""
         return [note.as_dict() for note in self.notes if note.model == model][-most:]
 
+    def stages_of_last_load(self, model: str) -> dict[str, float]:
+        """Seconds of the stages of the last load of one model that went well."""
+        for note in reversed(self.notes):
+            if note.model == model and note.kind == "loaded":
+                return note.stages or {}
+        return {}
+
     def since(self, number: int, most: int) -> list[dict[str, Any]]:
         """Notes after the one of that number, at most the last ``most``."""
         fresh: list[dict[str, Any]] = []

@@ -58,6 +58,7 @@ _BROKER: Final = {
     "consumer.lost": Event("warning", "The broker has dropped a consumer."),
     "consumer.made_anew": Event("info", "It is there again."),
     "queue.missing": Event("error", "A model's queue was deleted while its model was hot."),
+    "progress.lost": Event("debug", "What a job waits for could not be told to its caller."),
     "news.lost": Event("debug", "The news of a claim did not reach the sweeper; it finds out by itself."),
     "sweeper.elected": Event("info", "This worker looks at all queues from now on."),
     "sweeper.wake": Event("info", "A queue with jobs and no consumer: somebody is woken."),

@@ -140,6 +140,7 @@ class Exposition:
                 (("repeated",), counters.get("jobs_repeated", 0)),
                 (("load_quarantined",), counters.get("loads_quarantined", 0)),
             ],
+            "progress_messages_total": _by(measures.progress),
             "replies_unconfirmed": measures.unconfirmed,
             "runs_total": counters["runs"],
             "jobs_together_total": counters["jobs_together"],
@@ -190,6 +191,7 @@ class Exposition:
             "load_seconds": measures.loads.copy(),
             "load_stage_seconds": [((stage,), each.copy()) for stage, each in measures.stages.items()],
             "load_failures_total": _by(measures.load_failures),
+            "eta_error_seconds": [((of,), each.copy()) for of, each in measures.eta_errors.items()],
             "loads_in_progress": measures.loading,
             "load_slots": self._load_slots,
         }

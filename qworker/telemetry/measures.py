@@ -29,6 +29,8 @@ SHARES: Final = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 STAGES: Final = ("card", "fetch", "room", "slot", "deserialize", "warm_up")
 """Of a load, in their order. ``fetch`` reads and verifies; ``room`` waits for bytes; ``slot`` for a load slot."""
 
+ETAS: Final = ("load", "job")
+
 
 class Histogram:
     """Counts by bucket. ``counts`` has one more than ``bounds``, for what is beyond the last."""
@@ -122,6 +124,10 @@ class Measures:
     """By model, as of the last sweep here: ready jobs and consumers of each lane."""
     traces: Traces | None = None
     """Of single jobs, where they are wanted. Set before there are any."""
+    eta_errors: dict[str, Histogram] = field(default_factory=lambda: {of: Histogram(LONG_SECONDS) for of in ETAS})
+    """Seconds between what was estimated and what came: of loads, and of jobs whose callers asked."""
+    progress: Counter[str] = field(default_factory=Counter[str])
+    """Messages to callers who ask what their jobs wait for, by state."""
     loop_lag: Histogram = field(default_factory=Histogram)
     chronicle: Chronicle = field(default_factory=Chronicle)
     """What happened to models, told to who asks."""

@@ -59,6 +59,7 @@ JOBS: Final = (
         "What kept a job or a load from doing harm: tried_alone, convicted, unwanted, repeated, load_quarantined.",
         "guard",
     ),
+    _counter("progress_messages", "Messages to callers who ask what their jobs wait for, by state.", "state"),
     _gauge("replies_unconfirmed", "Answers that were sent and are not confirmed by the broker yet."),
 )
 
@@ -118,6 +119,12 @@ LOADS: Final = (
     ),
     _counter(
         "load_failures", "Loads that failed, by the kind of error; no_room: the bytes were not free in time.", "cause"
+    ),
+    _histogram(
+        "eta_error_seconds",
+        "How far estimates were off: of each load from its start (load), and of jobs whose callers asked, from the "
+        "first ETA that they were told (job).",
+        "of",
     ),
     _gauge("loads_in_progress", "Loads that hold a load slot now."),
     _gauge("load_slots", "Load slots: how many loads may run at once."),

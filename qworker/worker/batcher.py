@@ -120,6 +120,8 @@ class Batcher:
         """Seconds of the longest run, of late."""
         self._looking = False
         self._timer: asyncio.TimerHandle | None = None
+        self._watched: dict[int, Callable[[], object]] = {}
+        """By number of the job: whom to tell that its run begins. Nearly always empty."""
 
     @property
     def prefetch(self) -> int:
@@ -144,8 +146,8 @@ class Batcher:
         finally:
             self._forget(entry)
 
-    def submit(self, job: Job, deadline: float | None, told: Callable[[Answer], None]) -> None:
-        """``run`` without a coroutine: ``told`` is called with a future that is done.
+    def submit(self, job: Job, deadline: float | None, told: Callable[[Answer], None]) -> int:
+        """``run`` without a coroutine: ``told`` is called with a future that is done. Returns what to ``watch`` it by.
 
         Raises DeadlineExceeded where it is plain already that the job cannot be done in time.
         """
@@ -156,6 +158,19 @@ class Batcher:
             told(answer)
 
         entry.answer.add_done_callback(answered)
+        return entry.number
+
+    def outlook(self, job: Job) -> tuple[int, tuple[float, float]]:
+        """Jobs in hand, and the seconds until ``job`` would begin behind them and those of its own run."""
+        rows, key, _ = self._place(job)
+        return len(self._entries), self._table.expected(key, rows, asyncio.get_running_loop().time())
+
+    def watch(self, number: int, begun: Callable[[], object]) -> None:
+        """Call ``begun`` when the first run of that job starts. ``unwatch`` it when it ends."""
+        self._watched[number] = begun
+
+    def unwatch(self, number: int) -> None:
+        self._watched.pop(number, None)
 
     def job_ids(self) -> list[str]:
         """Of the jobs that are not answered."""
@@ -255,6 +270,9 @@ class Batcher:
 
     def _start(self, loop: asyncio.AbstractEventLoop, trip: Trip) -> None:
         load = [[(self._entries[piece.job], piece) for piece in batch] for batch in trip.batches]
+        if self._watched:
+            for number in {piece.job for batch in trip.batches for piece in batch} & self._watched.keys():
+                self._watched.pop(number)()
 
         def travel() -> None:
             report = _Report()

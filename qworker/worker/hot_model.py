@@ -119,6 +119,7 @@ class HotModel:
                     await self._hint.give_back()
         finally:
             parts.zone.left(self.model)
+            parts.settler.progress.left(self.model, called_again=self.next_hint is not None)
 
     def evicted(self, *, forced: bool, reason: str) -> None:
         """Told by the zone, which counts our bytes as on their way back already."""
@@ -316,7 +317,8 @@ class HotModel:
         session, well = self._session, False
         guard = parts.guards.of(session, card) if session is not None and session.is_open else None
         try:
-            loaded = await parts.loader.load(card, urgency=self._urgency(offline), guard=guard)
+            with parts.settler.progress.loading(card, parts.zone, self._jobs):
+                loaded = await parts.loader.load(card, urgency=self._urgency(offline), guard=guard)
             well = True
         except Quarantined as error:
             if error.held.refusing:

@@ -14,6 +14,7 @@ from qworker.broker.base import Delivery, Session
 from qworker.errors import JobError, OutOfMemory, Unroutable
 from qworker.wire.codec import reply_kind
 from qworker.wire.messages import JSON, Job, Result, Tensor
+from qworker.wire.progress import PROGRESS_HEADER
 from qworker.wire.reference import Referenced
 from qworker.wire.topology import DEADLINE_HEADER, PUBLISHED_HEADER
 from qworker.worker import detours
@@ -110,7 +111,11 @@ class JobInHand:
     def submit(self, job: Job) -> None:
         """It is to run. Raises JobError when it cannot be done in time."""
         self._started = time.perf_counter()
-        self.serving.batcher.submit(job, self.deadline, self._ran)
+        if PROGRESS_HEADER in self.delivery.properties.headers:
+            asked = (self.session, self.delivery, self.server.spawn)
+            self.server.settler.progress.submit(self.serving.batcher, job, self.deadline, self._ran, asked)
+        else:
+            self.serving.batcher.submit(job, self.deadline, self._ran)
 
     def _ran(self, answer: Answer) -> None:
         server = self.server

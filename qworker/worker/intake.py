@@ -160,7 +160,10 @@ class Intake:
         if delivery.exchange == BATCH:
             self._registry.has_batch_lane(model)
         backlog = delivery.properties.headers.get(REASON_HEADER) == BACKLOG
-        if not self._claim(model, backlog, hint):
+        claimed = self._claim(model, backlog, hint)
+        assert self._lasting is not None, "nothing is delivered before run"
+        self._settler.progress.hinted(session, delivery, self._lasting.create_task, claimed=claimed)
+        if not claimed:
             self._counters.hints_stale += 1
             if backlog:
                 await pass_on(session, delivery)

@@ -33,6 +33,7 @@ from qworker.wire.topology import CAUSE_HEADER, DEAD, RESULTS, takes_replies
 from qworker.worker.answered import Answered
 from qworker.worker.apart import Apart
 from qworker.worker.firewall import Firewall
+from qworker.worker.progress import Teller
 from qworker.worker.reply_check import ReplyQueues
 
 log = structlog.get_logger(__name__)
@@ -50,6 +51,7 @@ class Settler:
         self.replies = ReplyQueues(time.monotonic, counters)
         self.firewall = Firewall(worker, budgets or Budgets(unsent=max_attempts), counters)
         self.answered = Answered(time.monotonic)
+        self.progress = Teller(worker, counters)
         self.apart: Apart | None = None
         """For tensors that travel beside their messages, where there is a store for them."""
         self._worker = worker

@@ -1,7 +1,8 @@
 """A stand-in for a worker: answers jobs as each job asks to be answered, on pika and a thread of its own.
 
 The parameter ``act`` says how: ``echo`` (the default), ``fail`` (with ``code``), ``twice``, ``stray`` (a
-reply for somebody else first), ``garbage``, ``hold`` (until ``release``).
+reply for somebody else first), ``garbage``, ``hold`` (until ``release``). With ``tell`` it tells its progress first,
+and once more after the answer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pika.adapters.blocking_connection import BlockingChannel
 
 from qworker.wire.codec import decode_job, encode_failure, encode_result
 from qworker.wire.messages import Failure, Job, Result
+from qworker.wire.progress import PROGRESS_HEADER, Progress, encode_progress
 from qworker.wire.topology import Binding, Exchange, lane_queue, lane_topology, static_topology
 
 MODEL = "echo"
@@ -78,6 +80,8 @@ class Responder:
         seen = Seen(job, properties)
         if job.parameters.get("act") == "hold":
             self._held.append(seen)
+            if job.parameters.get("tell"):
+                self._tell(seen, Progress("loading", share=0.6, stage="load", worker="w"))
         else:
             self._answer(seen)
         channel.basic_ack(method.delivery_tag)
@@ -92,6 +96,13 @@ class Responder:
         act = job.parameters.get("act", "echo")
         correlation_id = seen.properties.correlation_id
         body = encode_result(Result(job.id, job.model, "1", job.inputs, {"run": 0.001}), kind)
+        tell = str(job.parameters.get("tell", ""))
+        if tell:
+            self._tell(seen, Progress("queued", ahead=1, worker="w"))
+            self._tell(seen, Progress("loading", share=0.4, eta=3.2, stage="load", worker="w"))
+            if tell == "badly":
+                self._reply(seen, correlation_id, b"\xc1", "running")
+            self._tell(seen, Progress("running", eta=0.1))
         if act == "fail":
             code = str(job.parameters["code"])
             body = encode_failure(Failure(job.id, job.model, code, f"no luck: {code}", code == "later"), kind)
@@ -102,10 +113,20 @@ class Responder:
         self._reply(seen, correlation_id, body)
         if act == "twice":
             self._reply(seen, correlation_id, body)
+        if tell:
+            self._tell(seen, Progress("running"))
 
-    def _reply(self, seen: Seen, correlation_id: str | None, body: bytes) -> None:
+    def _tell(self, seen: Seen, progress: Progress) -> None:
+        body = encode_progress(seen.job.id, seen.job.model, progress, seen.properties.content_type)
+        self._reply(seen, seen.properties.correlation_id, body, progress.state)
+
+    def _reply(self, seen: Seen, correlation_id: str | None, body: bytes, state: str | None = None) -> None:
         if seen.properties.reply_to:
-            properties = pika.BasicProperties(correlation_id=correlation_id, content_type=seen.properties.content_type)
+            properties = pika.BasicProperties(
+                correlation_id=correlation_id,
+                content_type=seen.properties.content_type,
+                headers=None if state is None else {PROGRESS_HEADER: state},
+            )
             self._channel.basic_publish("", seen.properties.reply_to, body, properties)
 
 

@@ -17,6 +17,7 @@ from qworker.wire.codec import encode_failure, encode_job, encode_result
 from qworker.wire.control import Order, cancel_order, encode_order
 from qworker.wire.datatypes import tensor
 from qworker.wire.messages import JSON, MSGPACK, BlobRef, Failure, Job, Result, Tensor
+from qworker.wire.progress import Progress, encode_progress
 from qworker.wire.reference import blob_part
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
@@ -24,7 +25,7 @@ GOLDEN = SCHEMAS / "golden"
 MODEL = "vision/mnist-8"
 SUFFIXES = {".msgpack": MSGPACK, ".json": JSON}
 
-Message = Job | Result | Failure | Order
+Message = Job | Result | Failure | Order | Progress
 
 BLOBS: dict[BlobRef, memoryview] = {}
 """What lies beside the golden messages: filled by ``cases``."""
@@ -57,6 +58,9 @@ def cases() -> list[Case]:
         Case("result-not-finite", _result(np.array([np.nan, np.inf, 1.0], np.float32)), (".msgpack",)),
         Case("result-nan", _result(np.array([np.nan, 1.0], np.float32))),
         Case("failure", Failure("f", MODEL, "model_unavailable", "the store is away: try again in a minute", True)),
+        Case("progress-queued", Progress("queued", ahead=3, eta=0.25, worker="a")),
+        Case("progress-loading", Progress("loading", share=0.5, eta=3.5, stage="load", worker="a")),
+        Case("progress-running", Progress("running", eta=0.125, worker="a")),
         Case("control-cancel", cancel_order(["7c9e6679", "7c9e667a"], MODEL)),
         Case("control-pin", Order("pin", {"model": MODEL, "seconds": 3600.0, "hours": "08:00-18:00"})),
     ]
@@ -66,6 +70,8 @@ def encode(message: Message, content_type: str) -> bytes:
     """The body of any message."""
     if isinstance(message, Order):
         return encode_order(message, content_type)
+    if isinstance(message, Progress):
+        return encode_progress("7c9e6679", MODEL, message, content_type)
     if isinstance(message, Job):
         return encode_job(message, content_type)
     return (
@@ -96,7 +102,7 @@ def same(left: Message, right: Message) -> bool:
     if isinstance(left, Result) and isinstance(right, Result):
         rest = [(m.id, m.model, m.version, m.timing) for m in (left, right)]
         return rest[0] == rest[1] and same_tensors(left.outputs, right.outputs)
-    return isinstance(left, Failure | Order) and left == right
+    return isinstance(left, Failure | Order | Progress) and left == right
 
 
 def _one_of_each_datatype() -> list[Tensor]:

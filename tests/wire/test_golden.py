@@ -19,15 +19,17 @@ from qworker.wire.datatypes import BF16, DATATYPES
 from qworker.wire.limits import DEFAULT_LIMITS, MAX_DIM
 from qworker.wire.messages import Failure, Job, Result
 from qworker.wire.names import MAX_JOB_ID_BYTES, MAX_MODEL_ID_BYTES
+from qworker.wire.progress import Progress, decode_progress
 from qworker.wire.reference import Referenced
 from tests.wire.golden import BLOBS, GOLDEN, MODEL, SCHEMAS, SUFFIXES, Case, Message, card_schema, cases, encode, same
 
 _FILES = [(case, suffix) for case in cases() for suffix in case.suffixes]
 _SCHEMAS = {
-    name: json.loads((SCHEMAS / f"{name}.json").read_text()) for name in ("job", "result", "failure", "control", "card")
+    name: json.loads((SCHEMAS / f"{name}.json").read_text())
+    for name in ("job", "result", "failure", "progress", "control", "card")
 }
 _VALIDATORS = {name: Draft202012Validator(schema) for name, schema in _SCHEMAS.items()}
-_NAMES = {Job: "job", Result: "result", Failure: "failure", Order: "control"}
+_NAMES = {Job: "job", Result: "result", Failure: "failure", Order: "control", Progress: "progress"}
 
 
 def _decode(message: Message, body: bytes, content_type: str | None) -> Message:
@@ -35,6 +37,8 @@ def _decode(message: Message, body: bytes, content_type: str | None) -> Message:
         return decode_job(body, content_type, model=MODEL, job_id="", blobs=BLOBS)
     if isinstance(message, Order):
         return decode_order(body, content_type)
+    if isinstance(message, Progress):
+        return decode_progress(body, content_type)[2]
     return decode_reply(body, content_type, blobs=BLOBS)
 
 
@@ -67,10 +71,10 @@ def test_schemas_are_schemas(name: str) -> None:
 def test_json_golden_files_fit_one_schema(case: Case, suffix: str) -> None:
     """A JSON message fits its own schema, and neither of the others."""
     if suffix != ".json":
-        assert case.name.startswith(("job", "result", "failure", "control"))
+        assert case.name.startswith(("job", "result", "failure", "progress", "control"))
         return
     form = json.loads((GOLDEN / f"{case.name}.json").read_bytes())
-    fitting = [name for name in ("job", "result", "failure", "control") if _VALIDATORS[name].is_valid(form)]
+    fitting = [name for name in _NAMES.values() if _VALIDATORS[name].is_valid(form)]
     assert fitting == [_NAMES[type(case.message)]]
 
 
@@ -224,10 +228,11 @@ def test_the_page_names_real_exchanges() -> None:
 def test_the_examples_on_the_page_are_valid() -> None:
     """What is shown can be sent, or is what comes back."""
     examples = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", _PAGE, flags=re.DOTALL)]
-    for example, name in zip(examples, ("job", "control", "result", "failure"), strict=True):
+    for example, name in zip(examples, ("job", "control", "progress", "result", "failure"), strict=True):
         _VALIDATORS[name].validate(example)
     assert read_cancel(decode_order(json.dumps(examples[1]).encode(), None).arguments).jobs
-    model = examples[2]["model_name"]
+    assert decode_progress(json.dumps(examples[2]).encode(), None)[2].state == "loading"
+    model = examples[3]["model_name"]
     assert isinstance(decode_job(json.dumps(examples[0]).encode(), None, model=model, job_id=""), Job)
-    assert isinstance(decode_reply(json.dumps(examples[2]).encode(), None), Result)
-    assert isinstance(decode_reply(json.dumps(examples[3]).encode(), None), Failure)
+    assert isinstance(decode_reply(json.dumps(examples[3]).encode(), None), Result)
+    assert isinstance(decode_reply(json.dumps(examples[4]).encode(), None), Failure)
