@@ -144,10 +144,23 @@ def _stop_once(worker: Worker, signum: int) -> None:
     asyncio.get_running_loop().remove_signal_handler(signum)
 
 
-async def declare_models(broker: str, models: Sequence[str], queue_type: QueueType = "quorum") -> None:
-    """Declare the topology and the queues of ``models``, so that jobs for them are kept from now on."""
+async def declare_models(
+    broker: str,
+    models: Sequence[str],
+    queue_type: QueueType = "quorum",
+    *,
+    username_file: Path | None = None,
+    password_file: Path | None = None,
+) -> None:
+    """Declare the topology and the queues of ``models``, so that jobs for them are kept from now on.
+
+    The files, where there are some, hold the user and the password, in place of those in the URL.
+    """
     entities: list[Entity] = list(static_topology(queue_type))
     for model in models:
         entities += lane_topology("jobs", model, queue_type)
-    async with await AioPikaConnector(broker, name="qworker-register").connect() as session:
+    connector = AioPikaConnector(
+        broker, name="qworker-register", username_file=username_file, password_file=password_file
+    )
+    async with await connector.connect() as session:
         await session.declare(*entities)

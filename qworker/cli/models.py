@@ -231,7 +231,15 @@ def _declare(settings: Settings, cards: Sequence[Card]) -> bool:
 
     models = sorted({card.model for card in cards})
     try:
-        asyncio.run(declare_models(settings.broker_url, models, settings.queue_type))
+        asyncio.run(
+            declare_models(
+                settings.broker_url,
+                models,
+                settings.queue_type,
+                username_file=settings.broker_username_file,
+                password_file=settings.broker_password_file,
+            )
+        )
     except QworkerError as exc:
         _complain(
             f"the models are in the store, but their queues could not be declared: {exc}. "

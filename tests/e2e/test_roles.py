@@ -25,6 +25,7 @@ from qworker.wire.topology import CONTROL, DEAD, RESULTS, order_key
 from tests.e2e.caller import Caller
 from tests.e2e.fleet import COMMAND, ROOT, Fleet
 from tests.e2e.models import copy_store, inputs_of
+from tests.support.models import identity
 from tests.support.rabbitmq import start_node
 from tests.support.waiting import wait_until_sync
 
@@ -103,6 +104,26 @@ def _qworker(*arguments: str) -> str:
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, f"{arguments} ended with {done.returncode}: {done.stdout}{done.stderr}"
     return done.stdout
+
+
+def test_an_operator_registers_a_model_by_files(served: PrivateNode, tmp_path: Path) -> None:
+    """The user and the password of the settings' files, as everywhere: the URL's would be refused."""
+    (tmp_path / "model.onnx").write_bytes(identity())
+    for name in ("user", "password"):
+        (tmp_path / name).write_text("oscar\n")
+    config = tmp_path / "qworker.toml"
+    config.write_text(f'broker_username_file = "{tmp_path}/user"\nbroker_password_file = "{tmp_path}/password"\n')
+    command = [
+        "models",
+        "register",
+        str(tmp_path / "model.onnx"),
+        "--id",
+        "by-files",
+        "--store",
+        str(tmp_path / "store"),
+    ]
+    _qworker(*command, "--config", str(config), "--broker", url(served, "nobody"))
+    _allowed(url(served, "oscar"), lambda channel: channel.queue_declare("qworker.jobs.by-files", passive=True))
 
 
 def test_an_operator_sees_to_dead_letters(served: PrivateNode) -> None:
