@@ -29,6 +29,8 @@ class Fleet:
     prefetch: int = 8
     """Jobs in hand per model, where requests take time to run."""
     group_window: float = 0.0
+    warm_share: float = 0.8
+    """Part of the budget that a start with a history fills."""
     brake: bool = True
     """Whether a thrash detector may hold claims that evict."""
 
@@ -61,6 +63,9 @@ class Outcome:
     """Requests done only after the trace's last one came."""
     loads: int = 0
     load_seconds: float = 0.0
+    preloads: int = 0
+    """Of the loads, those of a warm start."""
+    preload_seconds: float = 0.0
     single_use: int = 0
     """Loads that served one request."""
     evictions: int = 0

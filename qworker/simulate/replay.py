@@ -11,13 +11,13 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from math import inf
 
-from qworker.policy.eviction import Eviction
+from qworker.policy.eviction import HALF_LIFE, Eviction, Usage
 from qworker.policy.grouping import Want, claim_at
 from qworker.policy.residency import Decision, Residency
 from qworker.policy.thrash import Thrash, ThrashDetector
@@ -27,9 +27,15 @@ from qworker.simulate.trace import Trace
 KEPT_REASONS = 50
 
 
-def replay(trace: Trace, fleet: Fleet, make_eviction: Callable[[], Eviction], policy: str = "") -> Outcome:
-    """What comes of ``trace`` on ``fleet``. Each worker has an eviction policy of its own."""
-    return _Replay(trace, fleet, make_eviction, policy).run()
+def replay(
+    trace: Trace,
+    fleet: Fleet,
+    make_eviction: Callable[[], Eviction],
+    policy: str = "",
+    history: Mapping[str, Usage] | None = None,
+) -> Outcome:
+    """What comes of ``trace`` on ``fleet``. Each has a policy of its own, and starts with ``history``."""
+    return _Replay(trace, fleet, make_eviction, policy, history or {}).run()
 
 
 def arrivals(trace: Trace) -> list[array[float]]:
@@ -75,7 +81,14 @@ _Event = tuple[float, int, Callable[[float], None]]
 
 
 class _Replay:
-    def __init__(self, trace: Trace, fleet: Fleet, make_eviction: Callable[[], Eviction], policy: str) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        fleet: Fleet,
+        make_eviction: Callable[[], Eviction],
+        policy: str,
+        history: Mapping[str, Usage],
+    ) -> None:
         self._trace = trace
         self._fleet = fleet
         self._models = [
@@ -94,6 +107,8 @@ class _Replay:
         self._end = trace.times[-1] if trace.times else 0.0
         self._reasons: deque[tuple[float, str, str]] = deque(maxlen=KEPT_REASONS)
         self._outcome = Outcome(policy, fleet, trace.seconds, len(trace.times))
+        if history:
+            self._start_warm(history, trace.times[0] if trace.times else 0.0)
 
     # --- the clock -------------------------------------------------------------------------------
 
@@ -271,6 +286,36 @@ class _Replay:
             self._deliver(model, now)
         self._look(worker, now)
         self._hand_out(now)
+
+    # --- a warm start ----------------------------------------------------------------------------
+
+    def _start_warm(self, history: Mapping[str, Usage], now: float) -> None:
+        """Take over what is known, and fill free bytes with the dearest, as ``worker.warm_start`` does."""
+        for worker in self._workers:
+            worker.residency.eviction.restore(history, now)
+            known = [name for name in self._by_name if name in history and history[name].age <= HALF_LIFE]
+            keys = dict(zip(known, worker.residency.eviction.keys(known, now), strict=True))
+            ranked = deque(sorted(known, key=lambda name, keys=keys: -keys[name]))
+            self._at(now, partial(self._preload, worker, ranked))
+
+    def _preload(self, worker: _Worker, ranked: deque[str], now: float) -> None:
+        if worker.slots < self._fleet.load_slots or worker.residency.crowded:
+            if self._outcome.evictions == 0 and now < self._end:
+                self._at(now + 1.0, partial(self._preload, worker, ranked))
+            return
+        most = self._fleet.warm_share * worker.residency.budget
+        while ranked and self._outcome.evictions == 0:
+            model = self._by_name[ranked.popleft()]
+            is_free = model.home is None and not model.hinted
+            if not is_free or worker.residency.held + model.nbytes > most:
+                continue
+            if worker.residency.want_spare(model.name, model.nbytes, now):
+                model.home, worker.slots = worker, worker.slots - 1
+                self._outcome.preloads += 1
+                self._outcome.preload_seconds += model.load_seconds
+                self._at(now + model.load_seconds, partial(self._loaded, model))
+                self._at(now + model.load_seconds, partial(self._preload, worker, ranked))
+                return
 
     # --- leaving ---------------------------------------------------------------------------------
 

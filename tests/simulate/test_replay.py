@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qworker.policy.choice import POLICIES
+from qworker.policy.eviction import Usage
 from qworker.simulate.bounds import BOUNDS, make_bound
 from qworker.simulate.fleet import Fleet, Outcome
 from qworker.simulate.replay import replay
@@ -189,3 +190,17 @@ def test_an_empty_trace_is_no_trouble() -> None:
     """Nothing asked, nothing loaded."""
     outcome = replay(Trace([], [], (), {}), PLAIN, POLICIES["gdsf"])
     assert (outcome.requests, outcome.loads, outcome.wait_p99, outcome.churn) == (0, 0, 0.0, 0.0)
+
+
+def test_a_history_makes_a_start_warm() -> None:
+    """The dearest are loaded before anybody asks, up to their share of the budget, and by one of the workers each."""
+    costs = {name: Cost(100, 4.0) for name in "abcd"}
+    trace = make_trace([(100.0, "d"), (160.0, "a"), (161.0, "b"), (162.0, "c")], costs)
+    history = {name: Usage(count, 60.0, 4.0, 100.0) for name, count in (("a", 9.0), ("b", 5.0), ("c", 1.0))}
+    cold = replay(trace, Fleet(400), POLICIES["gdsf"])
+    warm = replay(trace, Fleet(400, warm_share=0.8), POLICIES["gdsf"], history=history)
+    assert (cold.misses, cold.preloads) == (4, 0)
+    assert (warm.misses, warm.preloads, warm.loads) == (2, 2, 4)
+    assert warm.preload_seconds == 8.0
+    two = replay(trace, Fleet(400, workers=2), POLICIES["gdsf"], history=history)
+    assert (two.preloads, two.loads) == (3, 4)
