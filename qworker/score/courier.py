@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from qworker.broker.base import Connector, Consumer, Delivery, MessageTooLarge, Properties, Session
+from qworker.broker.base import Connector, Delivery, MessageTooLarge, Properties
 from qworker.errors import (
     BrokerError,
     BrokerRefused,
@@ -31,20 +30,12 @@ from qworker.errors import (
 )
 from qworker.policy.flow import Window
 from qworker.policy.offline import PAUSES, After, after_failure, pieces
-from qworker.score.cargo import REPLY_PREFETCH, Answer, Piece, Route, Tally
+from qworker.score.cargo import Answer, Piece, Route, Tally
+from qworker.score.line import Line
 from qworker.wire.codec import decode_reply, encode_job
 from qworker.wire.messages import MSGPACK, Failure, Job, Result
 from qworker.wire.reference import Referenced
-from qworker.wire.topology import (
-    BATCH,
-    PUBLISHED_HEADER,
-    Lane,
-    Queue,
-    QueueType,
-    lane_queue,
-    lane_topology,
-    static_topology,
-)
+from qworker.wire.topology import BATCH, PUBLISHED_HEADER, Queue, QueueType, lane_queue
 
 _LOG = logging.getLogger(__name__)
 
@@ -85,17 +76,21 @@ class Courier:
         """``was_sent``: whether a former process of this run published a part of a model."""
         self.run = run
         self.tallies = [Tally() for _ in routes]
-        self._connector = connector
-        self._replies = replies
         self._routes = routes
+        self._reply_to = replies.name
+        self._line = Line(
+            connector,
+            replies,
+            [(route.model, route.version is not None) for route in routes],
+            queue_type,
+            take=self._take,
+            lost=self._lost,
+            reopened=self._reopened,
+        )
         self._window = window
         self._max_body = max_body
-        self._queue_type: QueueType = queue_type
         self._was_sent = was_sent
         self._reached = [-1] * len(routes)  # the last part of each model that was begun
-        self._session: Session | None = None
-        self._consumer: Consumer | None = None
-        self._opened = asyncio.Event()
         self._flying: dict[str, _Flight] = {}
         self._flying_bytes = 0
         self._due: deque[Piece] = deque()
@@ -114,7 +109,7 @@ class Courier:
     # --- life ------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Courier:
-        await self._connect()
+        await self._line.open()
         await self._tasks.__aenter__()
         self._chores = [self._tasks.create_task(self._watch()), self._tasks.create_task(self._tick())]
         return self
@@ -124,10 +119,8 @@ class Courier:
     ) -> None:
         for chore in self._chores:
             chore.cancel()
-        session, self._session = self._session, None
         try:
-            if session is not None:
-                await session.__aexit__(None, None, None)
+            await self._line.close()
         finally:
             cancelled = (kind, exc, trace) if isinstance(exc, asyncio.CancelledError) else (None, None, None)
             await self._tasks.__aexit__(*cancelled)
@@ -135,7 +128,7 @@ class Courier:
     @property
     def blocked(self) -> bool:
         """The broker takes no messages now."""
-        return self._session is None or self._session.blocked
+        return self._line.blocked
 
     @property
     def in_flight(self) -> int:
@@ -143,7 +136,7 @@ class Courier:
 
     async def hot(self) -> list[bool]:
         """Which of the models somebody serves now."""
-        session = await self._ready()
+        session = await self._line.ready()
         depths = await session.depths([lane_queue("jobs", route.model) for route in self._routes])
         return [depth is not None and depth.consumers > 0 for depth in depths]
 
@@ -161,13 +154,7 @@ class Courier:
         """The run is over: wait a moment for answers that come twice, and delete the reply queue."""
         if self._doubles > 0:
             await self.settle_in()
-        session, consumer = await self._ready(), self._consumer
-        try:
-            if consumer is not None:  # first of all: a consumer whose queue goes ends its session
-                await consumer.close()
-            await session.delete_queue(self._replies.name)
-        except BrokerUnavailable as exc:
-            _LOG.warning("the reply queue %s is left to expire: %s", self._replies.name, exc)
+        await self._line.forget_replies()
 
     def doubled(self) -> None:
         """A part that a former process sent is sent again: its answer may come twice."""
@@ -264,7 +251,7 @@ class Courier:
             elif not isinstance(error, BrokerUnavailable):  # a lost session sends again what has no confirm
                 self._unsent(flight, error)
 
-        session = await self._ready()
+        session = await self._line.ready()
         if session.send(BATCH, model, body, properties, told):
             return
         if session.blocked:
@@ -286,7 +273,7 @@ class Courier:
         properties = Properties(
             message_id=job_id,
             correlation_id=job_id,
-            reply_to=self._replies.name,
+            reply_to=self._reply_to,
             content_type=MSGPACK,
             timestamp_ms=now,
             persistent=True,
@@ -398,77 +385,24 @@ class Courier:
         if not delivery.ack_soon():
             self._tasks.create_task(delivery.ack())
 
-    # --- the connection --------------------------------------------------------------------------
+    # --- what time brings ------------------------------------------------------------------------
 
-    async def _ready(self) -> Session:
-        while self._session is None or not self._session.is_open:
-            self._opened.clear()
-            await self._opened.wait()
-        return self._session
+    def _lost(self) -> None:
+        self._window.choked()
+        self._early.clear()  # they come again
 
-    async def _connect(self) -> None:
-        session = await self._connector.connect()
-        try:
-            await session.declare(self._replies)
-            for route in self._routes:
-                await self._declare_lanes(session, route)
-            self._consumer = await session.consume(self._replies.name, self._take, prefetch=REPLY_PREFETCH)
-        except BaseException:
-            await session.__aexit__(None, None, None)
-            raise
-        self._session = session
-        self._opened.set()
-
-    async def _declare_lanes(self, session: Session, route: Route) -> None:
-        """The batch lane exists from its first use on; who serves a model, or refuses it, consumes both lanes."""
-        lanes: tuple[Lane, ...] = ("jobs", "batch")
-        model = route.model
-        depths = await session.depths([lane_queue(lane, model) for lane in lanes])
-        missing: list[Lane] = [lane for lane, depth in zip(lanes, depths, strict=True) if depth is None]
-        if not missing or (route.version is None and "jobs" in missing):
-            return  # a name that nobody has looked up gets no queues; a worker does that if there is such a model
-        entities = [entity for lane in missing for entity in lane_topology(lane, model, self._queue_type)]
-        try:
-            await session.declare(*static_topology(self._queue_type), *entities)
-        except TopologyMismatch:  # somebody was quicker, with queues of the other type
-            _LOG.debug("the queues of %s are there by now", model)
+    def _reopened(self) -> None:
+        """Send again what nobody has confirmed."""
+        for flight in [flight for flight in self._flying.values() if not flight.confirmed]:
+            self._land(flight.piece)
+            self._due.append(flight.piece)
+        self._stir.set()
 
     async def _watch(self) -> None:
-        """Open a new session whenever one is lost, and send again what nobody has confirmed."""
-        while self._session is not None:
-            session = self._session
-            reason = await session.wait_closed()
-            if reason is None:
-                return
-            _LOG.warning("connection to the broker lost, reopening it: %s", reason)
-            self._window.choked()
-            self._session = None
-            self._early.clear()  # they come again
-            await session.__aexit__(None, None, None)
-            try:
-                await self._reconnect()
-            except (BrokerRefused, TopologyMismatch) as exc:
-                self._events.put_nowait(exc)
-                return
-            for flight in [flight for flight in self._flying.values() if not flight.confirmed]:
-                self._land(flight.piece)
-                self._due.append(flight.piece)
-            self._stir.set()
-
-    async def _reconnect(self) -> None:
-        pause, refusals = 0.1, 0
-        while True:
-            try:
-                await self._connect()
-                return
-            except BrokerRefused:
-                refusals += 1  # a broker that is still starting refuses too
-                if refusals > 10:
-                    raise
-            except BrokerUnavailable as exc:
-                _LOG.debug("no connection yet: %s", exc)
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - spreads load, keeps no secret
-            pause = min(2 * pause, 5.0)
+        try:
+            await self._line.run()
+        except (BrokerRefused, TopologyMismatch) as exc:
+            self._events.put_nowait(exc)
 
     async def _tick(self) -> None:
         while True:
@@ -485,9 +419,9 @@ class Courier:
 
     async def _look_for_lost(self) -> None:
         """Send again what the broker has not any more: a queue was purged, or it gave a job up by itself."""
-        session = self._session
-        if session is None or session.blocked:
+        if self._line.blocked:
             return
+        session = await self._line.ready()
         try:
             for number, route in enumerate(self._routes):
                 mine = [flight for flight in self._flying.values() if flight.piece.route == number]
@@ -495,7 +429,7 @@ class Courier:
                     continue
                 depth = await session.depth(lane_queue("batch", route.model))
                 if depth is None:
-                    await self._declare_lanes(session, route)
+                    await self._line.declare_lanes(session, route.model)
                 elif depth.ready or depth.consumers:
                     continue  # they wait for a worker, or one has them in hand
                 _LOG.warning("%d jobs of %s are nowhere: sent again", len(mine), route.model)

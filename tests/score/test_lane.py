@@ -49,10 +49,10 @@ def test_an_online_model_gets_the_memory(fleet: Fleet, scoring: Scoring, caller:
     put(fleet.store, "file", doubled(), resident_bytes=20 * MIB)
     put(fleet.store, "called", identity(), resident_bytes=20 * MIB)
     fleet.start(1, memory="30MiB", max_cold_wait=10)
-    write_rows(tmp_path / "in.parquet", 3000)
+    write_rows(tmp_path / "in.parquet", 2000)
     process = scoring.start("-i", "in.parquet", "-o", "out.parquet", "-m", "file", "--in-flight", 4)
     worker = fleet.workers[0]
-    wait_until_sync(lambda: worker.is_hot("file"), 40, what="the file is scored")
+    wait_until_sync(lambda: worker.is_hot("file"), 80, what="the file is scored")
     reply = caller.call("called", {"x": np.ones((1, 3), np.float32)}, timeout=9)
     assert (reply.y == 1).all()
     assert queue_depths(fleet.url, [lane_queue("jobs", "called")]) == {lane_queue("jobs", "called"): (0, 1)}
