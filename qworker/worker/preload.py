@@ -71,9 +71,13 @@ class SpareLoads:
         self._open[model] = (why, jobs)
         return True
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no model loads or waits for bytes: that needs the slot, the disk and the CPU."""
+        return not self._counters.measures.loading and not self._zone.crowded
+
     async def until_quiet(self) -> None:
-        """Wait while a job's model loads or waits for bytes: it needs the slot, the disk and the CPU."""
-        while self._counters.measures.loading or self._zone.crowded:  # noqa: ASYNC110
+        while not self.is_quiet:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_SECONDS)
 
     def look(self) -> None:
@@ -209,13 +213,12 @@ class Planned:
             return
         there, known = frozenset(await self._registry.models()), self._zone.history()
         for preload in wanted:
-            if self._brake.window > 0.0:
-                return  # models push each other out: free bytes are what claims wait for
+            if self._brake.window > 0.0 or not self._spare.is_quiet:
+                return  # jobs come first; and where models push each other out, claims wait for what is free
             usage = known.get(preload.model)
             if preload.model in there and usage is not None and not self._is_there(preload.model):
                 if not self._zone.fits_free(int(usage.nbytes)):
                     continue  # perhaps later in its hour
-                await self._spare.until_quiet()
                 at = datetime.fromtimestamp(preload.at, UTC).strftime("%H:%M UTC")
                 await self._spare.load(
                     preload.model, f"planned for {at}: {preload.why} ({preload.probability:.0%} likely)"

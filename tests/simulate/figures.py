@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import exp
@@ -112,8 +113,10 @@ def cold_starts(name: str, trace: Trace, *, starts: int = 60, minutes: float = 1
     sums: dict[str, list[float]] = {"without": [0.0] * 4, "with the fleet's history": [0.0] * 4}
     for _ in range(starts):
         at = trace.times[0] + total * chance.uniform(0.5, 0.99)
-        soon = [(t, trace.models[which]) for t, which in zip(trace.times, trace.which, strict=True) if t >= at]
-        first = make_trace([(at, soon[0][1])] + [call for call in soon if call[0] < at + 60.0 * minutes], trace.costs)
+        begin, end = bisect_left(trace.times, at), bisect_left(trace.times, at + 60.0 * minutes)
+        # The next call comes at once, so that the replay begins at the start; all models can be preloaded.
+        calls, which = [at, *trace.times[begin:end]], [trace.which[begin], *trace.which[begin:end]]
+        first = Trace(calls, which, trace.models, trace.costs)
         histories = {"without": None, "with the fleet's history": _known(trace, at)}
         for row, history in histories.items():
             outcome: Outcome = replay(first, fleet, POLICIES[DEFAULT_POLICY], history=history)
