@@ -56,8 +56,8 @@ async def test_what_is_planned_is_ready_with_its_reason_and_is_used(
     plan(history, "b")
     kept = {"history": str(history), "warm_start": 0, "preload": "auto"}
     async with running(amqp_url, identities, backend, **kept) as worker:
-        await wait_until(lambda: worker.counters.preloads == 1)
-        assert is_hot(worker, "b")
+        await wait_until(lambda: worker.counters.preloads == 1, 30)
+        await wait_until(lambda: is_hot(worker, "b"), 30)
         told = worker.state()["preloads"]
         assert told["plan"]["act"] is True
         assert "each day (90% likely)" in told["waiting"]["b"]
@@ -65,7 +65,7 @@ async def test_what_is_planned_is_ready_with_its_reason_and_is_used(
         assert [note["kind"] for note in story].count("preloaded") == 1
         assert "planned for" in story[-1]["reason"]
         await client.call("b", {"x": X}, timeout=20)
-        await wait_until(lambda: worker.counters.preloads_used == 1)
+        await wait_until(lambda: worker.counters.preloads_used == 1, 30)
         assert worker.counters.loads == 1
         assert worker.state()["preloads"]["waiting"] == {}
 
@@ -77,7 +77,7 @@ async def test_a_preload_makes_way_for_any_job_and_counts_as_unused(
     plan(history, "b")
     kept = {"history": str(history), "warm_start": 0, "preload": "auto", "memory": SIZE, "min_residency": 600}
     async with running(amqp_url, identities, backend, **kept, max_cold_wait=600) as worker:
-        await wait_until(lambda: worker.counters.preloads == 1)
+        await wait_until(lambda: worker.counters.preloads == 1, 30)
         await client.call("d", {"x": X}, timeout=20)
         assert (worker.counters.preloads_unused, worker.counters.preloads_used) == (1, 0)
         assert worker.counters.preloads == 1
@@ -92,9 +92,9 @@ async def test_a_preload_takes_free_bytes_only(
         for model in "cd":
             await client.call(model, {"x": X}, timeout=20)
         plan(history, "b")
-        await wait_until(lambda: (worker.state()["preloads"]["plan"] or {}).get("act") is True)
+        await wait_until(lambda: (worker.state()["preloads"]["plan"] or {}).get("act") is True, 30)
         worker._tenants["c"].leave()  # as by an operator's order
-        await wait_until(lambda: worker.counters.preloads == 1)
+        await wait_until(lambda: worker.counters.preloads == 1, 30)
         assert is_hot(worker, "d")
         assert worker.counters.evictions == 0
 
@@ -106,12 +106,12 @@ async def test_a_plan_can_be_refused_and_edited_while_it_is_in_force(
     plan(history, "a", act=False)
     kept = {"history": str(history), "warm_start": 0, "preload": "auto"}
     async with running(amqp_url, identities, backend, **kept) as worker:
-        await wait_until(lambda: (worker.state()["preloads"]["plan"] or {}).get("act") is False)
+        await wait_until(lambda: (worker.state()["preloads"]["plan"] or {}).get("act") is False, 30)
         plan_of(history).write_text("act = perhaps")
-        await wait_until(lambda: "cannot be read" in worker.state()["preloads"]["plan"]["verdict"])
+        await wait_until(lambda: "cannot be read" in worker.state()["preloads"]["plan"]["verdict"], 30)
         plan(history, "nobody", "c")
-        await wait_until(lambda: worker.counters.preloads == 1)
-        assert is_hot(worker, "c")
+        await wait_until(lambda: worker.counters.preloads == 1, 30)
+        await wait_until(lambda: is_hot(worker, "c"), 30)
         assert worker.counters.loads == 1
 
 
