@@ -16,7 +16,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ops.demo_app import bad, report
+from ops.demo_app import bad, kept, report
 from ops.demo_app.platform import DemoError, Platform
 from ops.demo_app.traffic import Call, Traffic, plan
 from ops.demo_app.watch import Watch
@@ -40,6 +40,7 @@ class Demo:
         self._console = console
         self._answers = report.Answers()
         self._bad: list[bool] = []
+        self._models: dict[str, LaidOut] = {}
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -51,6 +52,7 @@ class Demo:
     async def run(self) -> report.Figures:
         started = time.monotonic()
         models = await asyncio.to_thread(lay_out, told=lambda line: self._console.print(f"Models: {line}"))
+        self._models = {entry.model.id: entry for entry in models}
         with self._progress:
             await self._register(models)
             cards = self._platform.cards()
@@ -59,7 +61,7 @@ class Demo:
             await self._platform.start_workers(self._options.workers, memory)
             traffic = plan(sorted(cards), self._options.jobs)
             watch = Watch(self._platform.broker_url, self._platform.workers, sorted(cards))
-            await self._call_all({entry.model.id: entry for entry in models}, traffic, watch)
+            await self._call_all(traffic, watch)
         seen = await watch.last_look()
         logs = [worker.log for worker in self._platform.workers]
         nbytes = {model: card.resident_bytes for model, card in cards.items()}
@@ -95,16 +97,36 @@ class Demo:
 
     def _budget(self, cards: dict[str, Card]) -> int:
         sizes = [card.resident_bytes for card in cards.values()]
-        memory = self._options.memory or int(max(BUDGET_SHARE * sum(sizes), LARGEST_FITS * max(sizes)))
+        largest_fits = kept.FITS if self._options.keep else LARGEST_FITS
+        memory = self._options.memory or int(max(BUDGET_SHARE * sum(sizes), largest_fits * max(sizes)))
         self._console.print(
             f"{len(sizes)} models take {sum(sizes) / 2**20:.0f} MiB together, the largest {max(sizes) / 2**20:.0f}; "
             f"each of the {self._options.workers} workers may use {memory / 2**20:.0f} MiB."
         )
         return memory
 
+    async def go_on(self) -> None:
+        """Keep models pushing each other out, until cancelled."""
+        cards = self._platform.cards()
+        largest = self._models[max(cards, key=lambda model: cards[model].resident_bytes)]
+        rivals = [largest, *kept.twins(largest)]
+        for rival in rivals[1:]:
+            await self._platform.register_as(rival)
+        _tell_how_to_go_on(self._platform, largest.model.id, self._console)
+        with self._console.status("") as status:
+            async with Client(self._platform.broker_url) as client:
+                await kept.go_on(
+                    self._models,
+                    cards,
+                    rivals,
+                    self._platform.workers,
+                    lambda entry, k: self._call(client, entry, k, kept.CALL_SECONDS),
+                    lambda line: status.update(f"{line}. Ctrl-C stops and removes everything"),
+                )
+
     # --- traffic ---
 
-    async def _call_all(self, models: dict[str, LaidOut], traffic: Traffic, watch: Watch) -> None:
+    async def _call_all(self, traffic: Traffic, watch: Watch) -> None:
         row = self._progress.add_task("calling", total=self._options.jobs)
         async with (
             Client(self._platform.broker_url) as client,
@@ -114,7 +136,7 @@ class Demo:
             watching = tasks.create_task(watch.run())
 
             async def call(wanted: Call) -> None:
-                self._answers.all.append(await self._call(client, models[wanted.model], wanted.k))
+                self._answers.all.append(await self._call(client, self._models[wanted.model], wanted.k))
                 self._progress.advance(row)
 
             async def stream(calls: Sequence[Call]) -> None:
@@ -139,13 +161,13 @@ class Demo:
             await misuse
             watching.cancel()
 
-    async def _call(self, client: Client, entry: LaidOut, k: int) -> report.Answer:
+    async def _call(self, client: Client, entry: LaidOut, k: int, seconds: float = CALL_SECONDS) -> report.Answer:
         model, cold = entry.model, False
         ending: report.Ending
         inputs = entry.inputs(k)
         started = time.perf_counter()
         try:
-            result = await client.call(model.id, inputs, timeout=CALL_SECONDS)
+            result = await client.call(model.id, inputs, timeout=seconds)
         except (CallTimeout, BrokerUnavailable) as error:
             ending, wrong = "lost", str(error)
         except QworkerError as error:
@@ -189,7 +211,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=_count, default=2000, metavar="N", help="good calls (default: %(default)s)")
     parser.add_argument("--workers", type=_count, default=2, metavar="N", help="workers (default: %(default)s)")
     parser.add_argument("--memory", type=_size, metavar="SIZE", help="budget of a worker (default: a quarter of all)")
-    parser.add_argument("--keep", action="store_true", help="leave the broker and the workers running at the end")
+    parser.add_argument("--keep", action="store_true", help="go on afterwards, for you to look at, until Ctrl-C")
     return parser.parse_args()
 
 
@@ -201,40 +223,59 @@ async def _main(options: argparse.Namespace, console: Console) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     folder = Path(tempfile.mkdtemp(prefix="qworker-demo-"))
-    platform = Platform(folder, keep=options.keep)
-    kept = False
-    complaints: list[str] = []
+    platform = Platform(folder)
     try:
-        figures = await Demo(options, platform, console).run()
-        complaints += figures.complaints()
-        kept = options.keep
+        demo = Demo(options, platform, console)
+        figures = await demo.run()
+        report.summary(figures, console)
+        complaints = figures.complaints()
+        _complain(complaints, console)
+        if options.keep:
+            await _until_interrupted(demo, task)
+            console.print("Stopping ...")
     finally:
-        if not kept:
-            complaints += platform.stop()
-            shutil.rmtree(folder)
-    report.summary(figures, console)
-    for complaint in complaints:
-        console.print(f"[red]Not as it should be:[/red] {complaint}")
-    if kept:
-        _tell_how_to_go_on(platform, console)
+        ended_badly = platform.stop()
+        shutil.rmtree(folder)
+    _complain(ended_badly, console)
     if options.json:
         print(figures.line(), flush=True)
-    return 1 if complaints else 0
+    return 1 if complaints or ended_badly else 0
 
 
-def _tell_how_to_go_on(platform: Platform, console: Console) -> None:
-    assert platform.broker is not None
-    pids = " ".join(str(child.process.pid) for child in (*platform.workers, platform.broker))
-    console.print(f"Still running: broker {platform.broker_url}, store {platform.store}")
-    for worker in platform.workers:
-        console.print(f"  {worker.name}: {worker.state_url}, log {worker.log}")
+async def _until_interrupted(demo: Demo, task: asyncio.Task[object]) -> None:
+    """What was asked to be kept ends with the first interrupt, and well."""
+    try:
+        await demo.go_on()
+    except asyncio.CancelledError:
+        task.uncancel()
+
+
+def _complain(complaints: Sequence[str], console: Console) -> None:
+    for complaint in complaints:
+        console.print(f"[red]Not as it should be:[/red] {complaint}")
+
+
+def _tell_how_to_go_on(platform: Platform, rival: str, console: Console) -> None:
+    names = " and ".join(worker.name for worker in platform.workers)
+    last = platform.workers[-1].name
     console.print(
-        "Call a model:      .venv/bin/qworker call onnx-words "
-        f"""-i 'x=["monday", "may", "june", "july"]' --broker {platform.broker_url}\n"""
-        f"Stop all of it:    kill {pids}\n"
-        f"Then remove:       rm -r {platform.folder}",
+        f"""
+It goes on: {rival} and {kept.MORE_RIVALS} more of its size are called in turn, and a worker holds one of them;
+a few small models are called beside them. To look at it, in another terminal:
+
+  export QWORKER_BROKER={platform.broker_url}
+  .venv/bin/qworker top                          which models are loaded again and again
+  .venv/bin/qworker dashboard                    the same, and more, on http://127.0.0.1:8686/
+  .venv/bin/qworker models pin {rival:<18}unpin, preload, evict: qworker models --help
+  .venv/bin/qworker why {rival}-2          why a model is hot or not
+  .venv/bin/qworker workers drain {last:<15}then: workers resume {last}
+  .venv/bin/qworker call onnx-words -i 'x=["monday", "may", "june", "july"]'
+
+What to do about what you see: ops/runbook.md, Thrash, and docs/operating.md. Workers are {names};""",
         soft_wrap=True,
     )
+    for worker in platform.workers:
+        console.print(f"  {worker.name}: {worker.state_url}, log {worker.log}", soft_wrap=True)
 
 
 def main() -> int:

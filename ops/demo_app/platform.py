@@ -61,13 +61,9 @@ class WorkerProcess(Child):
 
 @dataclass(slots=True)
 class Platform:
-    """Starts and stops the parts, all below ``folder``.
-
-    With ``keep`` the processes are made to outlive the demo; without it the kernel ends them with it.
-    """
+    """Starts and stops the parts, all below ``folder``; the kernel ends them with the demo, however that ends."""
 
     folder: Path
-    keep: bool
     broker_url: str = ""
     broker: Child | None = None
     workers: list[WorkerProcess] = field(default_factory=list[WorkerProcess])
@@ -85,11 +81,16 @@ class Platform:
             for share in range(REGISTERING_AT_ONCE):
                 tasks.create_task(self._register(models[share::REGISTERING_AT_ONCE], advance))
 
-    async def _register(self, models: Sequence[LaidOut], advance: Callable[[], object]) -> None:
+    async def register_as(self, entry: LaidOut) -> None:
+        """Register one model under the id that ``entry`` gives it, with its queue."""
+        await self._register([entry], lambda: None, "--id", entry.model.id, "--broker", self.broker_url)
+
+    async def _register(self, models: Sequence[LaidOut], advance: Callable[[], object], *flags: str) -> None:
         if not models:
             return
+        folders = (str(entry.folder) for entry in models)
         process = await asyncio.create_subprocess_exec(
-            *(QWORKER, "models", "register", "--store", str(self.store), *(str(entry.folder) for entry in models)),
+            *(QWORKER, "models", "register", "--store", str(self.store), *flags, *folders),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -133,6 +134,7 @@ class Platform:
             port = _free_port()
             command = [QWORKER, "worker", "--store", str(self.store), "--broker", self.broker_url]
             command += ["--memory", str(memory), "--http-port", str(port), "--log-format", "json"]
+            command += ["--name", f"worker-{number + 1}"]
             child = self._start(f"worker-{number + 1}", command)
             self.workers.append(WorkerProcess(child.name, child.process, child.log, port))
         async with aiohttp.ClientSession() as http:
@@ -160,17 +162,7 @@ class Platform:
         log = self.folder / f"{name}.log"
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
         with log.open("wb") as output:
-            if self.keep:
-                process = subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            else:
-                process = spawn(command, environment=environment, output=output)
+            process = spawn(command, environment=environment, output=output)
         return Child(name, process, log)
 
 

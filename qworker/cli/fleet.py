@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -222,13 +223,15 @@ def _tell(answers: Answers, model: str, as_json: bool) -> None:
         print_json(answers.as_dict())
     else:
         for worker, result in sorted(answers.results().items()):
-            told = ", ".join(f"{name} {_word(value)}" for name, value in result.items() if name != "peers")
+            told = ", ".join(_told(name, value) for name, value in result.items() if name != "peers")
             say(f"{worker}: {answers.verb} {model}: {told}")
     finish(answers)
 
 
-def _word(value: object) -> str:
-    return {"True": "yes", "False": "no", "None": "-"}.get(str(value), str(value))
+def _told(name: str, value: Any) -> str:
+    if name == "nbytes":
+        return mib(value)
+    return f"{name} " + {"True": "yes", "False": "no", "None": "-"}.get(str(value), str(value))
 
 
 def _roomiest(answers: Answers, model: str) -> str:
@@ -284,9 +287,22 @@ def why(
             say(f"{worker}:")
             for line in details(view):
                 say(f"  {line}")
-            for note in view["story"]:
-                say(f"  {_when(note['at'])} {note['kind']}{_more(note)}")
+            for note, times in _repeats(view["story"]):
+                again = f" ({times} times)" if times > 1 else ""
+                say(f"  {_when(note['at'])} {note['kind']}{_more(note)}{again}")
     finish(answers)
+
+
+def _repeats(story: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
+    """The last of those that say the same one after the other, and how many there are."""
+    told: list[tuple[dict[str, Any], int]] = []
+    for note in story:
+        same = told and all(told[-1][0].get(name) == note.get(name) for name in ("kind", "reason", "seconds"))
+        if same:
+            told[-1] = (note, told[-1][1] + 1)
+        else:
+            told.append((note, 1))
+    return told
 
 
 def _more(note: dict[str, Any]) -> str:
