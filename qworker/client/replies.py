@@ -110,6 +110,7 @@ class ReplyQueue:
         self._arrived: asyncio.Queue[Delivery | BrokerError] = asyncio.Queue()
         self._in_hand: Delivery | None = None
         self._consumer: Consumer | None = None
+        self._subscribed_on: Session | None = None
         self._refused = False
         """True while the queue could not be subscribed to again."""
         self._subscribing = asyncio.Lock()
@@ -144,6 +145,8 @@ class ReplyQueue:
         exclusive queue until the heartbeat runs out. Calls need not suffer from that.
         """
         async with self._subscribing:
+            if session is self._subscribed_on:
+                return  # by a reader that waited for it; what it holds would not come again
             try:
                 await self._subscribe(session)
             except BrokerUnavailable:
@@ -167,6 +170,7 @@ class ReplyQueue:
             )
         )
         self._consumer = await session.consume(self.name, self._arrived.put_nowait, prefetch=self._prefetch)
+        self._subscribed_on = session
         self._refused = False
 
     def __aiter__(self) -> ReplyQueue:

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from qworker import Client
-from qworker.broker.base import Properties
+from qworker.broker.base import Properties, Session
 from qworker.broker.reference.session import AioPikaConnector
 from qworker.errors import BrokerError, JobFailed, UnknownModel
 from qworker.wire.codec import encode_failure, encode_result
 from qworker.wire.messages import MSGPACK, Failure, Result
 from tests.client.responder import MODEL, Responder
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.broker
 
@@ -134,6 +135,24 @@ async def test_a_queue_that_cannot_be_read_any_more(amqp_url: str, responder: Re
         reading = asyncio.get_running_loop().create_task(replies.receive())
         job_id = await client.publish(MODEL, {"x": 2}, reply_to=replies.name)
         assert (await asyncio.wait_for(reading, 10)).result().id == job_id
+
+
+async def test_a_reader_that_has_subscribed_by_itself_keeps_what_it_holds(amqp_url: str, responder: Responder) -> None:
+    """It was refused, waited for the next connection, and subscribed there before it was told to: answers that it had
+    by then lay unacknowledged until the connection was lost again."""
+    async with Client(amqp_url) as client, client.reply_queue("results", durable=True) as replies:
+        session, _ = await client._link.ready()
+        sent = [await client.publish(MODEL, {"x": number}, reply_to=replies.name) for number in range(3)]
+        first = (await asyncio.wait_for(replies.receive(), 10)).result().id
+        await wait_until(lambda: _all_delivered(session), what="the others are with the reader, too")
+        await client.call(MODEL, {"x": 9})  # by the same connection: what was sent before has arrived
+        await replies.resume(session)
+        assert [first, *[(await asyncio.wait_for(replies.receive(), 10)).result().id for _ in sent[1:]]] == sent
+
+
+async def _all_delivered(session: Session) -> bool:
+    depth = await session.depth("results")
+    return depth is not None and depth.ready == 0
 
 
 def test_a_durable_queue_needs_a_name(amqp_url: str) -> None:
