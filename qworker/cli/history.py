@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from qworker.policy.history import Minute, Request, as_trace, parse_history, par
 
 group = typer.Typer(name="history", help="What was asked for and what loads cost.", no_args_is_help=True)
 
-_MOST_A_MINUTE = 10
+_MOST_A_MINUTE = 2
 """More requests of one model in a minute say no more about who is asked for when."""
 _MINUTES = 28 * 24 * 60
 _MOST_REQUESTS = 500_000
@@ -115,7 +116,7 @@ def plan(
 def _plan(rows: list[Minute], budget: int) -> Plan:
     newest = max((row.minute for row in rows), default=0)
     rows = [replace(row, requests=min(row.requests, _MOST_A_MINUTE)) for row in rows if row.minute > newest - _MINUTES]
-    requests = list(as_trace(rows))[-_MOST_REQUESTS:]
+    requests = deque(as_trace(rows), maxlen=_MOST_REQUESTS)
     costs = {r.model: (r.nbytes, r.load_seconds) for r in requests if r.nbytes}
     measured = [(r.at, r.model) for r in requests if r.model in costs]
     verdict = backtest(measured, costs, budget, allowed=("free",))

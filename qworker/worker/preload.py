@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 LOOK_SECONDS = 0.1
 PLAN_LOOK_SECONDS = 5.0
-PLAN_SECONDS = 600.0
+PLAN_SECONDS = 1_800.0
 """A plan that takes longer is given up."""
 RETRY_SECONDS = 3_600.0
 NICENESS = 10
