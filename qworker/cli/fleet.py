@@ -28,6 +28,7 @@ from qworker.cli.asking import (
     shown,
     table_of,
 )
+from qworker.watch.fleet import COUNTS
 from qworker.watch.orders import Answers, Desk
 from qworker.watch.why import details, verdict
 from qworker.wire.topology import lane_queue
@@ -100,7 +101,7 @@ def model_rows(answers: Answers) -> list[dict[str, Any]]:
 
 
 def _without_counts(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in ("run", "queue")}
+    return {name: value for name, value in row.items() if name not in COUNTS}
 
 
 def _cold_row(model: str, ready: int) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def _workers(rows: Sequence[Row], silent: Sequence[Row]) -> Table:
             str(row["hot"]),
             str(row["in_hand"]),
             f"{row['rate']:.1f}",
-            "-" if row["fill"] is None else f"{row['fill']:.0%}",
+            _share(row["fill"]),
             f"{row['switches']:.0f}",
             str(row["reloads"]),
         )
@@ -130,7 +130,7 @@ def _workers(rows: Sequence[Row], silent: Sequence[Row]) -> Table:
 def _models(rows: Sequence[Row], screen: Screen, most: int) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 1))
     left = ("model", "worker", "state")
-    for name in (*left, "MiB", "jobs/s", "p50 ms", "p99 ms", "wait p99 ms", "in hand", "age", "key"):
+    for name in (*left, "MiB", "jobs/s", "p50 ms", "p99 ms", "wait p99 ms", "fill", "in hand", "age", "key"):
         table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     chosen = next((n for n, row in enumerate(rows) if (row["model"], row["worker"]) == screen.selected), 0)
     first = max(0, min(chosen - most + 1, len(rows) - most))  # the selected one is always in sight
@@ -144,6 +144,7 @@ def _models(rows: Sequence[Row], screen: Screen, most: int) -> Table:
             _ms(row["p50"]),
             _ms(row["p99"]),
             _ms(row["wait_p99"]),
+            _share(row["fill"]),
             str(row["in_hand"]),
             _age(row["seconds"]),
             "lowest" if row["key"] is None else f"{row['key']:.4g}",
@@ -209,6 +210,10 @@ def _evictions(rows: Sequence[Row]) -> list[tuple[Sequence[str], bool]]:
 
 def _mib(nbytes: float) -> str:
     return f"{nbytes / (1 << 20):,.0f}"
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
 
 
 def _ms(seconds: float | None) -> str:

@@ -65,7 +65,7 @@ class Histogram:
 class ModelMeasures:
     """One model's jobs: what they waited in the queue, waited for others, and ran."""
 
-    __slots__ = ("cold", "jobs", "queue", "run", "traces", "wait")
+    __slots__ = ("cold", "fill", "jobs", "queue", "run", "runs", "traces", "wait")
 
     def __init__(self, traces: Traces | None = None) -> None:
         self.traces = traces
@@ -74,6 +74,14 @@ class ModelMeasures:
         self.run = Histogram()
         self.cold = Histogram(LONG_SECONDS)
         self.jobs = 0
+        self.runs = 0
+        """Of a model that is batched; ``fill`` adds up their rows, as shares of the most that it takes."""
+        self.fill = 0.0
+
+    def batch(self, share: float) -> None:
+        """One run of a model that is batched, for so large a part of the rows that it takes."""
+        self.runs += 1
+        self.fill += share
 
     def job(self, queue: float, wait: float, run: float, *, cold: bool) -> None:
         """One job has run. ``cold``: it was published before its model was hot here."""

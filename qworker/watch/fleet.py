@@ -18,6 +18,8 @@ MOST_POINTS: Final = 900
 LATE: Final = 5.0
 """Seconds without a word after which a worker's figures are told to be old."""
 
+COUNTS: Final = ("run", "queue", "runs", "fill")
+"""Fields of a model's row that rates and quantiles are made of."""
 _CLAIMED: Final = ("loaded", "no_room", "failed", "refused")
 """Notes on how a claim ended."""
 
@@ -148,10 +150,12 @@ def _models(worker: str, seen: _Seen) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for row in seen.last["models"]:
         old = before.get(row["model"], {})
+        fresh_runs, fresh_fill = (row.get(name, 0) - old.get(name, 0) for name in ("runs", "fill"))
+        runs, fill = (fresh_runs, fresh_fill) if fresh_runs else (row.get("runs", 0), row.get("fill", 0.0))
         run, queue = (_less(row.get(name, ()), old.get(name, ())) for name in ("run", "queue"))
         rows.append(
             {
-                **{name: value for name, value in row.items() if name not in ("run", "queue")},
+                **{name: value for name, value in row.items() if name not in COUNTS},
                 "worker": worker,
                 "jobs": row.get("jobs", 0),
                 "state": "refusing" if row["model"] in refusing else row["state"],
@@ -159,6 +163,7 @@ def _models(worker: str, seen: _Seen) -> list[dict[str, Any]]:
                 "rate": _per_second(span, max(0, row.get("jobs", 0) - old.get("jobs", 0))) if old else 0.0,
                 "p50": quantile(bounds, run, 0.5),
                 "p99": quantile(bounds, run, 0.99),
+                "fill": round(fill / runs, 3) if runs else None,
                 "wait_p99": quantile(bounds, queue, 0.99),
             }
         )

@@ -293,8 +293,10 @@ class Batcher:
                 self._table.ran(key, rows, seconds)
                 self._longest = max(seconds, self._longest * 0.99)
                 if self._together:
-                    self._counters.measures.rows.observe(rows)
-                    self._counters.measures.fill.observe(rows / self._rules.max_rows)
+                    measures, share = self._counters.measures, rows / self._rules.max_rows
+                    measures.rows.observe(rows)
+                    measures.fill.observe(share)
+                    measures.of(self._card.model).batch(share)
             if self._traces is not None:
                 for run in report.traced:
                     self._traces.batch(self._card.model, *run)

@@ -50,6 +50,8 @@ def _row(row: Mapping[str, Any], measures: Measures) -> dict[str, Any]:
     measured = measures.models.get(row["model"])
     if measured is not None and measured.jobs:
         told |= {"jobs": measured.jobs, "run": measured.run.counts, "queue": measured.queue.counts}
+        if measured.runs:
+            told |= {"runs": measured.runs, "fill": round(measured.fill, 3)}
     return told
 
 

@@ -29,6 +29,20 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     assert fleet.view(2.2)["workers"][0]["rate"] == 20.0
 
 
+def test_batch_fill_is_that_of_the_last_seconds() -> None:
+    """Of each model: a share of the rows that it takes; the past where nothing ran, nothing where it is not batched."""
+    fleet, measures = Fleet(), Measures()
+    measures.of("m").job(0.0, 0.0, 0.01, cold=False)
+    measures.of("n").job(0.0, 0.0, 0.01, cold=False)
+    measures.of("m").batch(1.0)
+    fleet.take(told("w", 50.0, measures, row("m"), row("n")), 0.0)
+    assert [each["fill"] for each in fleet.view(0.0)["models"]] == [1.0, None]
+    for share in (0.25, 0.75):
+        measures.of("m").batch(share)
+    fleet.take(told("w", 52.0, measures, row("m"), row("n")), 2.0)
+    assert [each["fill"] for each in fleet.view(2.0)["models"]] == [0.5, None]
+
+
 def test_a_snapshot_that_comes_late_is_not_taken_back_to() -> None:
     """An answer to an order may overtake, or be overtaken by, what comes over the events."""
     fleet, measures = Fleet(), Measures()

@@ -18,6 +18,7 @@ def test_it_fits_its_schema() -> None:
     """Every field is described, after a trip over the wire, with a model that was never used and a load under way."""
     measures = Measures()
     measures.of("m").job(0.1, 0.0, 0.2, cold=True)
+    measures.of("m").batch(0.5)
     measures.chronicle.enter("n", "fetch", 0.5)
     measures.chronicle.enter("n", "load", 0.5)
     measures.chronicle.note("loaded", "n", seconds=0.25)
