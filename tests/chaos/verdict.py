@@ -97,12 +97,19 @@ def unacked(stage: Stage) -> dict[str, int]:
     """Deliveries in hand that nobody settles, by queue; looked at until there are none."""
 
     def look() -> dict[str, int]:
-        listed = stage.node.ctl("list_queues", "--quiet", "--no-table-headers", "name", "messages_unacknowledged")
-        found = (line.rsplit(None, 1) for line in listed.splitlines() if line.strip())
-        ours = {name: int(count) for name, count in found if not name.startswith("chaos.")}
-        return {name: count for name, count in ours.items() if count}
+        found = _messages(stage).items()
+        return {name: held for name, (_, held) in found if held and not name.startswith("chaos.")}
 
     return _until_nothing(look)
+
+
+def _messages(stage: Stage) -> dict[str, tuple[int, int]]:
+    """Ready and unacknowledged, of each queue that has any; those of the answers, too."""
+    columns = ("name", "messages_ready", "messages_unacknowledged")
+    listed = stage.node.ctl("list_queues", "--quiet", "--no-table-headers", *columns)
+    rows = (line.rsplit(None, 2) for line in listed.splitlines() if line.strip())
+    counts = {name: (int(ready), int(held)) for name, ready, held in rows}
+    return {name: found for name, found in counts.items() if any(found)}
 
 
 def consumers_of_cold_models(stage: Stage) -> dict[str, int]:
@@ -146,7 +153,8 @@ def conclude(
     """Look at everything, stop the workers, look again."""
     still = wait_for_outcomes(stage, book, told)
     if still:
-        complaints.append(f"no outcome: {still[:10]} of {[book.entries[job].model for job in still[:10]]}")
+        of = [book.entries[job].model for job in still[:10]]
+        complaints.append(f"no outcome: {still[:10]} of {of}; ready and unacknowledged: {_messages(stage)}")
     states = stage.states()
     stuck = unacked(stage)
     cold = consumers_of_cold_models(stage)
