@@ -122,6 +122,9 @@ class Settings(BaseSettings):
     """Models that are never evicted once loaded."""
     pin_quota: Annotated[float, Field(ge=0, le=1)] = 0.8
     """Share of the budget that pins by an operator's order may keep."""
+    placement: Literal["ready", "random"] = "ready"
+    """Which worker takes up a cold model: ``ready``, the one with most room for it and no loads that wait; ``random``,
+    the next one in turn."""
     max_replicas: Annotated[int, Field(ge=1)] = 1
     """Workers that may serve one model at once: others join when its backlog grows, and leave when it is gone."""
     replica_backlog: Seconds = 5.0

@@ -35,6 +35,7 @@ from enum import StrEnum
 from heapq import heapify, heappop
 
 from qworker.policy.eviction import Eviction
+from qworker.policy.placement import level
 
 
 class State(StrEnum):
@@ -310,6 +311,11 @@ class Residency:
     def held(self) -> int:
         """Bytes of the loading, hot and draining models."""
         return self._held
+
+    @property
+    def ready_level(self) -> int:
+        """How ready the worker is for one more model; see ``policy.placement``."""
+        return level(self.free, self._held, len(self._entries) - len(self._line), crowded=bool(self._line))
 
     @property
     def peak(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from qworker.policy.thrash import Thrash
 
@@ -16,6 +17,8 @@ class Fleet:
     budget: int
     """Of each worker."""
     workers: int = 1
+    placement: Literal["ready", "random"] = "ready"
+    """Who takes up a cold model, of those with a free slot: the one that is readiest, or the next one in turn."""
     load_slots: int = 2
     """Loads at once on each worker: the semaphore."""
     min_residency: float = 5.0

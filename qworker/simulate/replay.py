@@ -212,11 +212,13 @@ class _Replay:
         self._hand_out(now)
 
     def _hand_out(self, now: float) -> None:
-        """Hints go around the workers that have a slot free, one each."""
+        """Hints go around the workers that have a slot free, one each; to those that are readiest where that counts."""
+        by_level = self._fleet.placement == "ready"
         while self._hints and any(worker.slots for worker in self._workers):
+            best = max(each.residency.ready_level for each in self._workers if each.slots) if by_level else 0
             worker = self._workers[self._turn]
             self._turn = (self._turn + 1) % len(self._workers)
-            if worker.slots == 0:
+            if worker.slots == 0 or worker.residency.ready_level < best:
                 continue
             model = self._hints.popleft()
             worker.slots -= 1

@@ -197,6 +197,11 @@ class HotZone:
         return not table.crowded and nbytes <= table.free
 
     @property
+    def ready_level(self) -> int:
+        """How ready this worker is for one more model; see ``policy.placement``."""
+        return self._first.ready_level
+
+    @property
     def crowded(self) -> bool:
         """Whether somebody waits for bytes."""
         return any(table.crowded for table in self._tables.values())

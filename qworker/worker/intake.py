@@ -54,6 +54,11 @@ QUEUE_YOUTH = 2.0
 """Seconds. When RabbitMQ stops, it forgets quorum queues younger than about one, with the jobs that it confirmed. So
 nothing is bound to a new queue before."""
 STRAYS_LINGER = 30.0
+PASSED_ON = 0.05
+"""Seconds for which a wish that was sent on keeps its place in the prefetch here: were this worker the readiest, it
+would come back at once, and never reach those that are less so."""
+PLACE_LOOK = 0.5
+"""Seconds between looks at how ready this worker is for one more model."""
 
 Claim = Callable[[str, bool, "Hint"], bool]
 """Start claiming a model (for a replica, when the flag is set); False when the hint is of no use here."""
@@ -64,8 +69,9 @@ Handle = Callable[[Session, Delivery], Coroutine[Any, Any, None]]
 class Hint:
     """A hint in hand. ``done`` settles it, once; on an ended session that is harmless."""
 
-    def __init__(self, delivery: Delivery | None) -> None:
+    def __init__(self, delivery: Delivery | None, settled: Callable[[], None] | None = None) -> None:
         self._delivery = delivery
+        self._settled = settled
         self.urgency = 0
         """The priority of the job that the hint is a copy of; what may wait behind online jobs is below all."""
         self.unasked = False
@@ -74,15 +80,21 @@ class Hint:
             self.urgency = -1 if delivery.exchange == BATCH else delivery.properties.priority or 0
 
     async def done(self) -> None:
-        delivery, self._delivery = self._delivery, None
+        delivery = self._take()
         if delivery is not None:
             await delivery.ack()
 
     async def give_back(self) -> None:
         """For another worker to take up: this one stops."""
-        delivery, self._delivery = self._delivery, None
+        delivery = self._take()
         if delivery is not None:
             await delivery.give_back()
+
+    def _take(self) -> Delivery | None:
+        delivery, self._delivery = self._delivery, None
+        if delivery is not None and self._settled is not None:
+            self._settled()
+        return delivery
 
 
 class Intake:
@@ -97,7 +109,13 @@ class Intake:
         *,
         load_slots: int,
         queue_type: QueueType,
+        readiness: Callable[[], int] | None = None,
     ) -> None:
+        """``readiness``: how ready this worker is for one more model, as a level; hints go to the readiest."""
+        self._readiness = readiness or (lambda: 0)
+        self.place = 0
+        """The level that the broker goes by now."""
+        self._hints = 0  # in hand
         self._claim = claim
         self._registry = registry
         self._settler = settler
@@ -119,6 +137,7 @@ class Intake:
         await self._settler.firewall.book.pay(session)
         self._lasting = lasting
         self._rests.clear()
+        self._hints = 0  # those of a former session are the broker's again
         consumers: list[Consumer] = []
         leaving = False
 
@@ -131,13 +150,22 @@ class Intake:
         try:
             async with asyncio.TaskGroup() as tasks:
                 try:
-                    for queue, handle, prefetch in (
-                        (ACTIVATION, self._on_hint, self._load_slots),
-                        (UNROUTABLE, self._on_stray, UNROUTABLE_PREFETCH),
-                        (EXPIRED, self._on_expired, EXPIRED_PREFETCH),
+                    place = self._readiness()
+                    for queue, handle, prefetch, priority in (
+                        (ACTIVATION, self._on_hint, self._load_slots, place),
+                        (UNROUTABLE, self._on_stray, UNROUTABLE_PREFETCH, 0),
+                        (EXPIRED, self._on_expired, EXPIRED_PREFETCH, 0),
                     ):
-                        consumers.append(await session.consume(queue, partial(take, handle), prefetch=prefetch))
-                    await session.wait_closed()
+                        consumers.append(
+                            await session.consume(queue, partial(take, handle), prefetch=prefetch, priority=priority)
+                        )
+                    self.place = place
+                    keeping = tasks.create_task(self._keep_place(session, consumers, partial(take, self._on_hint)))
+                    try:
+                        await session.wait_closed()
+                    finally:
+                        keeping.cancel()
+                        await asyncio.wait({keeping})
                 finally:
                     leaving = True
                     for consumer in consumers:
@@ -149,12 +177,35 @@ class Intake:
                 await consumer.close()
             self._rests.set()
 
+    async def _keep_place(
+        self, session: Session, consumers: list[Consumer], take: Callable[[Delivery], None]
+    ) -> None:
+        """Consume hints with the priority that this worker deserves, until cancelled.
+
+        AMQP knows no other way to change it than a new consumer. That waits until no hint is in hand: those of a
+        consumer that is cancelled would not count against the prefetch of the new one.
+        """
+        retired: list[Consumer] = []  # hints that came in that moment are settled on the channel that they came by
+        while session.is_open:
+            await asyncio.sleep(PLACE_LOOK)
+            if self._hints:
+                continue
+            while retired:
+                await retired.pop().close()
+            place = self._readiness()
+            if place != self.place and session.is_open:
+                await consumers[0].cancel()
+                retired.append(consumers[0])
+                consumers[0] = await session.consume(ACTIVATION, take, prefetch=self._load_slots, priority=place)
+                self.place = place
+
     async def rest(self) -> None:
         """Return when :meth:`run` has ended."""
         await self._rests.wait()
 
     async def _on_hint(self, session: Session, delivery: Delivery) -> None:
-        model, hint = delivery.routing_key, Hint(delivery)
+        self._hints += 1
+        model, hint = delivery.routing_key, Hint(delivery, self._hint_settled)
         self._counters.hints += 1
         self._registry.saw(model)
         if delivery.exchange == BATCH:
@@ -167,7 +218,11 @@ class Intake:
             self._counters.hints_stale += 1
             if backlog:
                 await pass_on(session, delivery)
+                await asyncio.sleep(PASSED_ON)
             await hint.done()
+
+    def _hint_settled(self) -> None:
+        self._hints = max(0, self._hints - 1)
 
     async def _on_expired(self, session: Session, delivery: Delivery) -> None:
         """Answer a job whose expiration passed in its queue: the broker has set it aside."""

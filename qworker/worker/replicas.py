@@ -72,7 +72,8 @@ class Backlog:
 async def pass_on(session: Session, delivery: Delivery) -> None:
     """Send a wish for a replica on its way again: this worker serves the model itself, and others may have room.
 
-    The broker hands hints around in turn, so some other worker is next; after a few rounds there is none.
+    It may come back, until no place is free here (see ``intake.PASSED_ON``) and some other worker is next; after a few
+    rounds there is none.
     """
     hops = delivery.properties.headers.get(HOPS_HEADER, 0)
     if not isinstance(hops, int) or hops >= MOST_HOPS or session.blocked:

@@ -28,6 +28,7 @@ from qworker.policy.choice import make_eviction
 from qworker.policy.claim import Hint as HintRule
 from qworker.policy.claim import Step, on_hint
 from qworker.policy.outcome import Budgets
+from qworker.policy.placement import NOT_READY
 from qworker.policy.residency import Residency
 from qworker.store.base import BlobStore, Store
 from qworker.telemetry.counters import Counters
@@ -127,6 +128,7 @@ class Worker:
             self.counters,
             load_slots=settings.max_concurrent_loads,
             queue_type=settings.queue_type,
+            readiness=self._readiness if settings.placement == "ready" else None,
         )
         self._sweeper = Sweeper(self._registry, settings.sweep_interval, self.counters, clock)
         self._brake = Brake(
@@ -342,6 +344,11 @@ class Worker:
             backlog, hint = tenant.next_hint
             if not self.claim(tenant.model, backlog, hint):
                 await (hint.give_back() if self._duty.drained else hint.done())
+
+    def _readiness(self) -> int:
+        """How ready we are for one more model. While loads fail here, not at all: room that nothing comes to fill stays
+        free, and would draw every hint."""
+        return NOT_READY if self._parts.history.all() else self.zone.ready_level
 
     def _is_loading(self, model: str) -> bool | None:
         """Whether a claim has not got its model yet; None when there is no claim."""
