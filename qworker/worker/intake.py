@@ -177,9 +177,7 @@ class Intake:
                 await consumer.close()
             self._rests.set()
 
-    async def _keep_place(
-        self, session: Session, consumers: list[Consumer], take: Callable[[Delivery], None]
-    ) -> None:
+    async def _keep_place(self, session: Session, consumers: list[Consumer], take: Callable[[Delivery], None]) -> None:
         """Consume hints with the priority that this worker deserves, until cancelled.
 
         AMQP knows no other way to change it than a new consumer. That waits until no hint is in hand: those of a
