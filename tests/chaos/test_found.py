@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pika
 import pytest
 
 from qworker.broker.node import PrivateNode
 from qworker.store.local import LocalStore
 from qworker.telemetry.counters import Counters
-from qworker.wire.topology import UNROUTABLE, lane_queue, lane_topology, static_topology
+from qworker.wire.topology import EXPIRED, UNROUTABLE, lane_queue, lane_topology, static_topology
 from qworker.worker.registry import Registry
 from qworker.worker.subscriptions import AckTimeout, Subscriptions
 from tests.e2e.caller import Caller
 from tests.e2e.conftest import made_up_store
-from tests.e2e.fleet import Fleet
+from tests.e2e.fleet import Fleet, queue_depths
 from tests.e2e.models import answer_of, copy_store, inputs_of
 from tests.support.broker import CONNECTORS, Inbox, fill
 from tests.support.waiting import wait_until, wait_until_sync
@@ -92,6 +95,40 @@ def test_first_job_of_a_batch_lane_outlives_the_broker(lonely: Fleet, own_node: 
     # Jobs that were sent on and not settled when the worker was killed come once more.
     wait_until_sync(lambda: not _strays(own_node), 30, what="strays are dealt with")
     lonely.finish()
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+def test_jobs_that_expire_while_the_broker_stops_are_kept(own_node: PrivateNode) -> None:
+    """It lost three of four that were on their way from their queue to that of the expired ones."""
+    lanes = [lane_queue("jobs", f"m{number}") for number in range(8)]
+    _declare(own_node.url, lanes)
+    jobs, seconds = 800, 3.0
+    stops = time.monotonic() + seconds
+    with pika.BlockingConnection(pika.URLParameters(own_node.url)) as connection:
+        channel = connection.channel()
+        channel.confirm_delivery()
+        for number in range(jobs):  # they expire from the moment of the stop on, most of them while it is down
+            left = stops - time.monotonic() + 8.0 * number / jobs
+            properties = pika.BasicProperties(delivery_mode=2, expiration=str(max(1, int(left * 1000))))
+            channel.basic_publish("", lanes[number % len(lanes)], b"late", properties)
+    time.sleep(max(0.0, stops - time.monotonic()))  # the fault's moment, not a wait for anything
+    own_node.stop()
+    own_node.start()
+
+    def kept() -> bool:
+        return sum(ready for ready, _ in queue_depths(own_node.url, [*lanes, EXPIRED]).values()) >= jobs
+
+    wait_until_sync(kept, 30, what=f"all are there: {queue_depths(own_node.url, [*lanes, EXPIRED])}")
+
+
+def _declare(url: str, lanes: list[str]) -> None:
+    async def declare() -> None:
+        async with await CONNECTORS["fast"](url).connect() as session:
+            entities = (each for lane in lanes for each in lane_topology("jobs", lane.rpartition(".")[2], "quorum"))
+            await session.declare(*static_topology("quorum"), *entities)
+
+    asyncio.run(declare())
 
 
 def _strays(node: PrivateNode) -> int:

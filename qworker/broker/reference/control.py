@@ -163,6 +163,11 @@ class _Channels:
                 if isinstance(error, aiormq.ChannelClosed):
                     raise BrokerError(f"the broker closed a control channel: {described(error)}") from error
                 raise await self._life.ended_soon() from error
+            except Exception as error:
+                if type(error) is not Exception:
+                    raise
+                # aiormq cuts short what is under way when its connection closes, with an error of no kind.
+                raise await self._life.ended_soon() from error
             finally:
                 # A refusal that ``rpc`` has understood has closed the channel as well.
                 if not channel.is_closed:
