@@ -53,6 +53,14 @@ def test_every_command_says_what_it_does() -> None:
             assert param.param_type_name == "argument" or param.help, f"{words}: {param.name}"
 
 
+def test_what_lists_and_shows_takes_json() -> None:
+    """For programs: the commands that only tell something."""
+    telling = [words for words in reference.commands() if words.split()[-1] in ("ls", "list", "show", "why", "top")]
+    assert len(telling) > 8
+    for words in telling:
+        assert any("--json" in param.opts for param in reference.commands()[words].params), words
+
+
 def test_the_index_names_every_page() -> None:
     """Those in docs/, and those elsewhere that are for users."""
     text = (ROOT / "docs/README.md").read_text(encoding="utf-8")

@@ -163,7 +163,7 @@ async def _pinned_down(fleet: Fleet, tab: Tab, model: str) -> str:
     holder = await tab.run(cell("models", model, 1))
     before = float(await tab.run(cell("workers", holder, 8)))
     assert before > 0
-    await tab.wait(f"Number({cell('workers', holder, 8)}) <= {before / 2}", PATIENCE)
+    await tab.wait(f"Number({cell('workers', holder, 8)}) <= {0.7 * before}", PATIENCE)
     assert await tab.run(cell("models", model, 1)) == holder
     assert "pinned" in await typed(fleet, "top --once")
     return holder
