@@ -35,7 +35,9 @@ _WORKER: Final = {
     "history.unreadable": Event("warning", "The history file cannot be read: the worker starts without one."),
     "history.unwritable": Event("warning", "The history cannot be kept; told once."),
     "history.replayed": Event("info", "What the fleet was asked for is known from its stream."),
-    "history.replay_cut_short": Event("warning", "The fleet's history is long, or the broker slow: a part was read."),
+    "history.replay_cut_short": Event(
+        "warning", "The fleet's history is long, or the broker cannot send it now: a part was read."
+    ),
     "history.no_stream": Event("info", "The broker has no streams: each worker knows what it has seen itself."),
     "history.not_sent": Event("info", "Some minutes could not be told to the fleet."),
     "warm_start.done": Event("info", "Free bytes were filled with what the history says is dearest."),

@@ -47,7 +47,12 @@ class FleetHistory:
         if not await self._declare(session):
             return 0
         use = FleetUse()
-        await self._read(session, use)
+        try:
+            await self._read(session, use)
+        except BrokerUnavailable:
+            raise
+        except BrokerError as error:  # a stream whose broker is still starting, say, has nobody who could send it
+            log.warning("history.replay_cut_short", rows=use.rows, reason=str(error))
         usages = use.usages(self._wall())
         self._zone.remember(merged(self._zone.history(), usages))
         log.info("history.replayed", models=len(usages), rows=use.rows)
@@ -94,7 +99,7 @@ class FleetHistory:
                     _take(delivery, use)
                     await delivery.ack()
         except TimeoutError:
-            log.warning("history.replay_cut_short", rows=use.rows, seconds=REPLAY_SECONDS)
+            log.warning("history.replay_cut_short", rows=use.rows, reason=f"not read in {REPLAY_SECONDS:g} s")
         finally:
             await consumer.close()
 

@@ -180,7 +180,7 @@ async def test_real_models_answer_alike_alone_and_together(name: str) -> None:
     with ThreadPoolExecutor(1) as threads:
         batcher = Batcher(
             engine,
-            Card.model_construct(batching=batching, run_times=(), job_bytes=None),
+            Card.model_construct(model=name, batching=batching, run_times=(), job_bytes=None),
             threads,
             counters,
             lanes=1,

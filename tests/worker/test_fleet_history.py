@@ -11,6 +11,7 @@ import structlog
 
 from qworker import Client
 from qworker.broker.base import Properties, Session
+from qworker.broker.fast.session import FastConnector
 from qworker.broker.reference.session import AioPikaConnector
 from qworker.policy.eviction import Gdsf
 from qworker.policy.history import MINUTE, Minute
@@ -122,3 +123,20 @@ async def test_marks_and_others_words_are_no_history(amqp_url: str) -> None:
         inbox = Inbox()
         await session.consume(HISTORY, inbox.take, prefetch=100, stream_from="first")
         await wait_until(lambda: len(inbox) == 6)
+
+
+async def test_a_stream_that_cannot_be_read_ends_no_worker(amqp_url: str) -> None:
+    """A broker that is still starting declares it and refuses to send it: what was learnt here has to do."""
+
+    class Gone(FleetHistory):
+        async def _declare(self, session: Session) -> bool:
+            found = await super()._declare(session)
+            await session.delete_queue(HISTORY)
+            return found
+
+    async with await FastConnector(amqp_url).connect() as session:
+        await session.declare(*static_topology("quorum"))
+        with structlog.testing.capture_logs() as logs:
+            assert await Gone(zone()).replay(session) == 0
+        assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["history.replay_cut_short"]
+        assert session.is_open
