@@ -13,7 +13,7 @@ import pytest
 from qworker.broker.node import PrivateNode
 from qworker.store.local import LocalStore
 from qworker.telemetry.counters import Counters
-from qworker.wire.topology import EXPIRED, UNROUTABLE, lane_queue, lane_topology, static_topology
+from qworker.wire.topology import EXPIRED, lane_queue, lane_topology, static_topology
 from qworker.worker.registry import Registry
 from qworker.worker.subscriptions import AckTimeout, Subscriptions
 from tests.e2e.caller import Caller
@@ -92,9 +92,7 @@ def test_first_job_of_a_batch_lane_outlives_the_broker(lonely: Fleet, own_node: 
     with Caller(own_node.url, "replies-that-survive", durable=True) as caller:
         for job_id, reply in caller.wait(jobs, 60).items():
             assert (reply.y == answer_of("table-a", inputs_of("table-a", jobs[job_id]))).all()
-    # Jobs that were sent on and not settled when the worker was killed come once more.
-    wait_until_sync(lambda: not _strays(own_node), 30, what="strays are dealt with")
-    lonely.finish()
+    lonely.finish(left=None)  # strays that were sent on and not settled when the worker was killed come once more
 
 
 @pytest.mark.chaos
@@ -129,9 +127,3 @@ def _declare(url: str, lanes: list[str]) -> None:
             await session.declare(*static_topology("quorum"), *entities)
 
     asyncio.run(declare())
-
-
-def _strays(node: PrivateNode) -> int:
-    """Messages in the queue of strays, those in somebody's hands included."""
-    listed = node.ctl("list_queues", "--quiet", "--no-table-headers", "name", "messages").splitlines()
-    return sum(int(line.split()[-1]) for line in listed if line.startswith(UNROUTABLE))

@@ -163,10 +163,11 @@ class Fleet:
     def counter(self, name: str) -> int:
         return sum(worker.state()["counters"][name] for worker in self.live())
 
-    def finish(self, *, left: int = 0, errors_allowed: Iterable[str] = ()) -> None:
+    def finish(self, *, left: int | None = 0, errors_allowed: Iterable[str] = ()) -> None:
         """Stop all, and check: they end well, hold no byte, leave no consumer and nothing unsettled.
 
-        ``left`` jobs are still to be done. Every one who is told to stop must say what became of its ledger.
+        ``left`` jobs are still to be done (None: any number).
+        Every one who is told to stop must say what became of its ledger.
         """
         live = self.live()
         for worker in live:
@@ -191,9 +192,11 @@ class Fleet:
             worker.resume()
             stop_child(worker.process, 3.0)
 
-    def _at_rest(self, left: int) -> bool:
+    def _at_rest(self, left: int | None) -> bool:
         found = depths(self.url, self.store)
-        return sum(ready for ready, _ in found.values()) == left and not any(count for _, count in found.values())
+        return left in (None, sum(ready for ready, _ in found.values())) and not any(
+            count for _, count in found.values()
+        )
 
     def _spawn(self, memory: str, settings: dict[str, object]) -> WorkerProcess:
         name = f"worker-{len(list(self._folder.glob('*.log')))}"

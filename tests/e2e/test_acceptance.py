@@ -121,9 +121,10 @@ async def _at_work(fleet: Fleet, page: Dashboard, traffic: Traffic, tmp_path: Pa
     async with browser(tmp_path / "profile") as tab:
         await tab.go(page.url)
         # Which model thrashes? The page names it, with how often it was loaded and what displaced it.
-        for model in RIVALS:
-            await tab.wait(f"Number({cell('reloaded', model, 1)}) >= 2", PATIENCE)
-            assert "makes room for table-" in await tab.run(cell("reloaded", model, 4))
+        # One of the three may have settled on a worker of its own, while the others take turns.
+        often = "[...document.querySelectorAll('#reloaded tbody tr')].filter(r => Number(r.cells[1].textContent) >= 2)"
+        await tab.wait(f"{often}.length >= 2", PATIENCE)
+        assert "makes room for table-" in await tab.run(f"{often}[0].cells[4].textContent")
         worst = await tab.run("document.querySelector('#reloaded tbody tr').cells[0].textContent")
         others = [model for model in RIVALS if model != worst]
         holder = await _pinned_down(fleet, tab, worst)
