@@ -49,6 +49,7 @@ class LoadHistory:
             raise ValueError(f"max_attempts must be at least 1, found {max_attempts}")
         self._max_attempts = max_attempts
         self._failed: dict[str, Quarantine] = {}
+        self._in_a_row, self._last = 0, 0.0  # failures since the last load that went well, and when the last one was
         self._held: dict[str, tuple[float, str]] = {}  # by order: until when, and what jobs are told
 
     def failed(self, digest: str, now: float, *, refuse: bool, reason: str = "") -> Quarantine:
@@ -58,11 +59,21 @@ class LoadHistory:
         refusing = refuse or attempts >= self._max_attempts or (before is not None and before.refusing)
         quarantine = Quarantine(attempts, now + wait_after(attempts), refusing, reason)
         self._failed[digest] = quarantine
+        self._in_a_row, self._last = self._in_a_row + 1, now
         return quarantine
 
     def succeeded(self, digest: str) -> None:
         """A load of ``digest`` went well: forget its quarantine."""
         self._failed.pop(digest, None)
+        self._in_a_row = 0
+
+    def failing(self, now: float) -> bool:
+        """Whether loads fail here, whatever they are of: none went well since the last failure, which is not long ago.
+
+        30 s, the double with each failure more, up to five minutes: one bad model does not count for ever.
+        """
+        pause = min(LONGEST_WAIT, FIRST_WHEN_REFUSED * 2.0 ** min(self._in_a_row - 1, 16))
+        return self._in_a_row > 0 and now < self._last + pause
 
     def may_try(self, digest: str, now: float) -> bool:
         """True when a load may start now."""
@@ -93,6 +104,7 @@ class LoadHistory:
     def lift(self, model: str, digests: Iterable[str]) -> bool:
         """Forget what keeps ``model``, and those builds of it, from being loaded; False when nothing did."""
         lifted = [self._held.pop(model, None), *(self._failed.pop(digest, None) for digest in digests)]
+        self._in_a_row = 0
         return any(each is not None for each in lifted)
 
     def all(self) -> dict[str, Quarantine]:

@@ -18,6 +18,7 @@ class Event(NamedTuple):
 _WORKER: Final = {
     "worker.started": Event("info", "The worker runs; it is ready when /readyz says so."),
     "worker.draining": Event("info", "Told to stop: no new jobs, those in hand have the grace time."),
+    "intake.abandoned": Event("warning", "Answers to unroutable or expired jobs did not end within the grace time."),
     "worker.drained": Event("info", "Everything has left; held are the bytes still booked, which should be 0."),
     "worker.drained_by_order": Event("info", "An operator drains it: it takes nothing until it is resumed."),
     "worker.resumed": Event("info", "An operator lets it take jobs again."),

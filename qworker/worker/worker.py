@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -139,8 +138,16 @@ class Worker:
             group_window=settings.group_window,
             max_hold=settings.max_cold_wait if settings.thrash_brake else 0.0,
         )
-        known = (self._sessions, self._registry, self._brake)
-        self._keeper = Keeper(settings, self.zone, self.counters, *known, self.claim, self._is_loading)
+        self._keeper = Keeper(
+            settings,
+            self.zone,
+            self.counters,
+            self._sessions,
+            self._registry,
+            self._brake,
+            self.claim,
+            self._is_loading,
+        )
         self._parts = Parts(
             zone=self.zone,
             loader=Loader(
@@ -237,8 +244,10 @@ class Worker:
                 task.cancel()
             if late:
                 await asyncio.wait(late)
-        with suppress(TimeoutError):  # then the jobs are in their queues again, and some are answered twice
+        try:
             await asyncio.wait_for(self._intake.rest(), max(0.0, until - self._clock()))
+        except TimeoutError:  # jobs whose answers were not confirmed are in their queues again: they come twice
+            log.warning("intake.abandoned", reason="the grace time is over")
         log.info("worker.drained", held=self.zone.held)
 
     # --- one session -----------------------------------------------------------------------------
@@ -348,7 +357,7 @@ class Worker:
     def _readiness(self) -> int:
         """How ready we are for one more model. While loads fail here, not at all: room that nothing comes to fill stays
         free, and would draw every hint."""
-        return NOT_READY if self._parts.history.all() else self.zone.ready_level
+        return NOT_READY if self._parts.history.failing(self._clock()) else self.zone.ready_level
 
     def _is_loading(self, model: str) -> bool | None:
         """Whether a claim has not got its model yet; None when there is no claim."""

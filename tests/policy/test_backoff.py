@@ -84,3 +84,20 @@ def test_waits_never_shrink(allowed: int) -> None:
     waits = [after_kills(n, allowed).seconds for n in range(70)]
     assert waits == sorted(waits)
     assert sum(wait < 3600 for wait in waits) <= allowed + 5, "deaths before it is tried once an hour only"
+
+
+def test_a_place_where_loads_fail_is_known_and_recovers() -> None:
+    """By failures in a row, of any builds; one load that goes well ends it, and so does time."""
+    history = LoadHistory()
+    assert not history.failing(0.0)
+    history.failed("bad", 0.0, refuse=True)
+    assert history.failing(29.0)
+    assert not history.failing(30.0), "one bad model, which is never loaded, does not count for ever"
+    history.failed("other", 40.0, refuse=True)
+    assert history.failing(99.0)
+    history.succeeded("good")
+    assert not history.failing(99.0)
+    for _ in range(50):
+        history.failed("bad", 100.0, refuse=True)
+    assert history.failing(399.0)
+    assert not history.failing(400.0)

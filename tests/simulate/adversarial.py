@@ -70,3 +70,19 @@ def longest_cold_wait(trace: Trace, fleet: Fleet, most_cold: int, *, longest_run
     newcomer = load + fleet.min_residency + longest_run + fleet.unload_seconds
     turn = fleet.max_cold_wait + fleet.load_slots * newcomer + load
     return hold + math.ceil(most_cold / (fleet.load_slots * fleet.workers)) * turn
+
+
+def twelve_models(load: float, rate: float) -> tuple[list[tuple[float, str]], list[tuple[float, str]]]:
+    """A quarter of an hour of requests of twelve models, each at ``rate`` a second, and those of the first eight.
+
+    ``load`` only chooses the random numbers.
+    """
+    chance = random.Random(f"{load} {rate}")
+    requests: list[tuple[float, str]] = []
+    for i in range(12):
+        at = chance.expovariate(rate)
+        while at < 900.0:
+            requests.append((at, f"m{i}"))
+            at += chance.expovariate(rate)
+    fixed = [(at, model) for at, model in requests if int(model[1:]) < 8]
+    return requests, fixed

@@ -21,7 +21,7 @@ from qworker.policy.history import Minute
 from qworker.simulate.fleet import Fleet, Outcome
 from qworker.simulate.replay import replay
 from qworker.simulate.trace import Cost, Trace, draw_cost, make_trace, read_trace
-from tests.simulate.adversarial import longest_cold_wait, unit_costs
+from tests.simulate.adversarial import longest_cold_wait, twelve_models, unit_costs
 from tests.simulate.test_adversarial import CASES
 from tests.simulate.workloads import WORKLOADS, geometric_mean, synthetic
 
@@ -87,14 +87,7 @@ def brake() -> Iterator[str]:
     yield "|--:|--:|--:|"
     for load in (2.0, 10.0):
         for rate in (1.0, 4.0, 8.0):
-            chance = random.Random(f"{load} {rate}")
-            requests: list[tuple[float, str]] = []
-            for i in range(12):
-                at = chance.expovariate(rate)
-                while at < 900.0:
-                    requests.append((at, f"m{i}"))
-                    at += chance.expovariate(rate)
-            fixed = [(at, model) for at, model in requests if int(model[1:]) < 8]
+            requests, fixed = twelve_models(load, rate)
             costs, fleet = unit_costs(12, load_seconds=load), Fleet(800 << 20, prefetch=1)
             best, all_of_them = (
                 replay(make_trace(these, costs, run_seconds=0.1), fleet, POLICIES[DEFAULT_POLICY])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from qworker.policy.choice import POLICIES
@@ -20,6 +18,7 @@ from tests.simulate.adversarial import (
     scan_through_hot_set,
     tiny_beside_huge,
     too_big,
+    twelve_models,
     unit_costs,
 )
 
@@ -97,14 +96,7 @@ def test_a_model_that_cannot_fit_costs_the_others_nothing() -> None:
 @pytest.mark.parametrize("rate", [1.0, 8.0])
 def test_the_brake_keeps_throughput(load: float, rate: float) -> None:
     """Twelve models where eight fit: at least 70 % of what serving only the best eight would answer in time."""
-    chance = random.Random(f"{load} {rate}")
-    requests: list[tuple[float, str]] = []
-    for i in range(12):
-        at = chance.expovariate(rate)
-        while at < 900.0:
-            requests.append((at, f"m{i}"))
-            at += chance.expovariate(rate)
-    fixed = [(at, model) for at, model in requests if int(model[1:]) < 8]
+    requests, fixed = twelve_models(load, rate)
     costs = unit_costs(12, load_seconds=load)
     answered = [
         outcome.requests - outcome.late
